@@ -68,12 +68,8 @@ def find_latest_step(folder: Path) -> int | None:
             are damaged.
     """
     if folder.exists() and not folder.is_dir():
-        raise UserError(
-            "run.dir",
-            folder.parent,
-            f"{folder} is no folder",
-            "Move it away, or name another run.dir",
-        )
+        problem = f"{folder} is no folder"
+        raise UserError("run.dir", folder.parent, problem, "Move it away, or name another run.dir")
     tracker = folder / TRACKER
     if not os.path.lexists(tracker):
         # Resume, because a fresh start would overwrite all checkpoints.
@@ -96,18 +92,11 @@ def find_latest_step(folder: Path) -> int | None:
         )
         raise UserError("run.dir", folder.parent, problem, remedy)
     if not _is_step(text):
-        newest = _find_latest_intact(folder)
-        write = (
-            f"Write {newest} into that file, because its checkpoint is complete, or name"
-            if newest
-            else "Name"
-        )
-        raise UserError(
-            "run.dir",
-            folder.parent,
-            f"{tracker} contains {text[:40]!r}, which is not a step",
-            f"{write} another run.dir",
-        )
+        problem = f"{tracker} contains {text[:40]!r}, which is not a step"
+        remedy = "Name another run.dir"
+        if (step := _find_latest_intact(folder)) is not None:
+            remedy = f"Write {step} (a complete checkpoint) into that file, or name another run.dir"
+        raise UserError("run.dir", folder.parent, problem, remedy)
     return int(text)
 
 
@@ -119,11 +108,9 @@ def find_latest_checkpoint(folder: Path) -> Path | None:
     """
     if (step := find_latest_step(folder)) is None:
         return None
-    return (
-        find_checkpoint(folder, "run.dir")
-        if (folder / TRACKER).exists()
-        else folder / format_iteration_name(step)
-    )
+    if (folder / TRACKER).exists():
+        return find_checkpoint(folder, "run.dir")
+    return folder / format_iteration_name(step)
 
 
 def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
@@ -139,12 +126,8 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
         above = next(parent for parent in folder.absolute().parents if parent.is_dir())
         siblings = sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != ".")
         there = ", ".join(siblings) or "no folder"
-        raise UserError(
-            setting,
-            folder,
-            f"is no folder; {above} has {there}",
-            "Name the folder that holds " + TRACKER,
-        )
+        problem = f"is no folder; {above} has {there}"
+        raise UserError(setting, folder, problem, f"Name the folder that holds {TRACKER}")
     tracker = folder / TRACKER
     if not tracker.is_file():
         inside = [p.parent for p in sorted(folder.glob(f"*/{TRACKER}"))]
@@ -153,18 +136,13 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
         problem = (
             f"holds neither {TRACKER} nor a checkpoint in Megatron's distributed format ({FORMAT})"
         )
-        raise UserError(
-            setting, folder, problem, f"Name {inside[0] if inside else f'one that has {TRACKER}'}"
-        )
+        remedy = f"Name {inside[0]}" if inside else f"Name one that has {TRACKER}"
+        raise UserError(setting, folder, problem, remedy)
     text = _read_tracker(tracker)
     if text != RELEASE and not _is_step(text):
         problem = f"{TRACKER} contains {text[:40]!r}, which is neither a step nor {RELEASE!r}"
-        raise UserError(
-            setting,
-            folder,
-            problem,
-            "Write a step into that file, or name the folder of the step",
-        )
+        remedy = "Write a step into that file, or name the folder of the step"
+        raise UserError(setting, folder, problem, remedy)
     checkpoint = folder / (RELEASE if text == RELEASE else format_iteration_name(int(text)))
     if not (checkpoint / FORMAT).is_file():
         lacking = f"which has no checkpoint in Megatron's distributed format ({FORMAT})"
@@ -184,12 +162,8 @@ def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> User
     any."""
     step = _find_latest_intact(checkpoint.parent, excluded=checkpoint)
     if step is None:
-        return UserError(
-            setting,
-            checkpoint,
-            problem,
-            "Copy its files again; no other checkpoint beside it is complete",
-        )
+        remedy = "Fetch its files again; no other checkpoint beside it is complete"
+        return UserError(setting, checkpoint, problem, remedy)
     instead = (
         f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside "
         "it is complete"

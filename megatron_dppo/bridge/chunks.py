@@ -52,7 +52,7 @@ def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> lis
     padding."""
     return [
         tensors[rows.name].select_rows(rows.start, rows.length, top)
-        for rows, top in _iterate_rows(part)
+        for rows, top in _iter_rows(part)
         if rows.name
     ]
 
@@ -61,7 +61,7 @@ def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> 
     """Return the chunks of a Hugging Face tensor from a parameter's rows: the inverse of
     :func:`list_parameter_chunks`."""
     found = []
-    for rows, top in _iterate_rows(part):
+    for rows, top in _iter_rows(part):
         for chunk in chunks if rows.name == name else ():
             low = max(top, chunk.row)
             high = min(top + rows.length, chunk.row + chunk.rows)
@@ -70,7 +70,7 @@ def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> 
     return found
 
 
-def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
+def _iter_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
     """Yield the rows of tensors, and the start of each in the parameter."""
     lengths = [rows.length for rows in part.rows]
     return zip(part.rows, accumulate(lengths, initial=0), strict=False)
@@ -143,7 +143,7 @@ def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
         while buffer:
             written = os.pwrite(file, buffer[:BUFFER_BYTES], start)
             buffer = buffer[written:]
-            start = start + written
+            start += written
     return start
 
 
@@ -161,7 +161,7 @@ def _read(file: int, chunk: Chunk, buffer: memoryview) -> None:
                 "file", chunk.file, f"ends at byte {start:,}, within a tensor", "Fetch it again"
             )
         buffer = buffer[read:]
-        start = start + read
+        start += read
 
 
 K = TypeVar("K")

@@ -185,12 +185,8 @@ def compare_tensors(
             dtype = promote_dtype(output_dtype, policy.entries[name])
             digests[name] = _compute_digest(policy.read_tensor_rows(name, output_dtype))
             if digests[name] != _compute_digest(read_rows(tensor.shape, [tensor], dtype)):
-                raise UserError(
-                    "--verify",
-                    name,
-                    "differs between the two forms",
-                    "Convert again, and report it",
-                )
+                problem = "differs between the two forms"
+                raise UserError("--verify", name, problem, "Convert again, and report it")
             advance(tensor.rows * tensor.columns * output_dtype.itemsize)
 
         run_in_threads(compare, tensors, workers)
@@ -278,14 +274,11 @@ def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     limit = LIMITS["bf16" if expected.dtype == torch.bfloat16 else "fp32"]
     if not difference <= limit:
         problem = (
-            f"the models' logits differ by {difference:.2g} of their deviation, over {limit:g}"
+            f"the models' logits differ by {difference:.2g} of their standard deviation, more than "
+            f"{limit:g}"
         )
-        raise UserError(
-            "--verify",
-            "all",
-            problem,
-            "Report it: the weights are as they should be, and the models not",
-        )
+        remedy = "Report it: the weights are equal, and the models' computations differ"
+        raise UserError("--verify", "all", problem, remedy)
     return difference
 
 

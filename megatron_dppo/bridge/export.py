@@ -96,7 +96,7 @@ def export_adapter(
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
-    """Raise an error for an export that would fail.
+    """Check that an export can be written.
 
     Args:
         source: Hugging Face directory with configuration and tokenizer.
@@ -111,7 +111,7 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
 
 
 def check_adapter_destination(out: Path, plan: FilePlan[str]) -> None:
-    """Raise an error for an export of adapters that would fail."""
+    """Check that an export of adapters can be written; errors as in :func:`check_destination`."""
     check_replaceable(out, plan.total_bytes, "run.dir", ADAPTERS)
 
 

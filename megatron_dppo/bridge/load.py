@@ -57,9 +57,9 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.process.streams import record_progress
 from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 
-_OF_EXPERTS = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")
+_EXPERT_NAMES = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
-_EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_EXPERTS))
+_EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _EXPERT_NAMES))
 
 
 def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
@@ -95,9 +95,7 @@ def _bind(
     adapters: bool,
 ) -> dict[Entry, torch.nn.Parameter]:
     parameters = {
-        name: p
-        for name, p in _iterate_parameters(chunks, world)
-        if (f".{NAME}." in name) is adapters
+        name: p for name, p in _iter_parameters(chunks, world) if (f".{NAME}." in name) is adapters
     }
     held = [
         entry
@@ -119,7 +117,7 @@ def _bind(
     return {entry: parameters[name] for name, entry in names.items()}
 
 
-def _iterate_parameters(
+def _iter_parameters(
     chunks: Sequence[PolicyModel], world: World
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters by names with policy-wide indices of layers and experts."""
@@ -188,8 +186,8 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
 
     bound = bind_parameters(chunks, world)
     for entry, parameter in bound.items():
-        # Cast and copy straight from the mapped file, to keep a single slice in memory.
         record_progress()
+        # Cast and copy straight from the mapped file, to keep a single slice in memory.
         found = {name: stored[name] for name in entry.tensors}
         tensors = {
             name: torch.from_numpy(each.map_values()).view(TYPES[each.dtype])
@@ -302,9 +300,8 @@ def read_sharded(
         except CheckpointingException as error:
             failure = error
         where = find_unsafe_pickle(checkpoint) or "a file"
-        raise build_corruption_error(
-            checkpoint, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})"
-        ) from failure
+        problem = f"{where} cannot be read ({type(failure).__name__}: {failure})"
+        raise build_corruption_error(checkpoint, setting, problem) from failure
 
     return world.run_on_all_ranks(attempt, description="reading of a checkpoint")
 
@@ -348,10 +345,10 @@ def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> 
             continue
         # Each A is drawn whole, and the name is part of the seed, so that adapters are equal in
         # every layout and order.
-        of_name = derive_engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
+        name_seed = derive_engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
         bound = 1.0 / math.sqrt(size[1])
         whole = torch.empty(size).uniform_(
-            -bound, bound, generator=torch.Generator().manual_seed(of_name)
+            -bound, bound, generator=torch.Generator().manual_seed(name_seed)
         )
         fill_parameter(
             entry,

@@ -95,7 +95,7 @@ def read_tensor_index(path: Path) -> dict[str, Chunk]:
             remedy = "give a Hugging Face model directory with safetensors weights"
             raise _build_error(path, f"holds neither {SINGLE} nor {INDEX}", remedy)
         return read_header(path / SINGLE)
-    files = _weight_map(index)
+    files = _read_weight_map(index)
     found: dict[str, Chunk] = {}
     for name in sorted(set(files.values())):
         if not (path / name).is_file():
@@ -153,7 +153,7 @@ def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -
     if sum(tensor.length for tensor in tensors.values()) > most_bytes:
         return
     for name, tensor in tensors.items():
-        if not all(np.isfinite(numbers).all() for numbers in _iterate_values(tensor)):
+        if not all(np.isfinite(numbers).all() for numbers in _iter_values(tensor)):
             raise _build_error(
                 path, f"{name} holds values that are not finite", "fetch the model again"
             )
@@ -238,11 +238,11 @@ def find_carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
 def _are_equal(one: Chunk, other: Chunk) -> bool:
     """Return whether two tensors of the same shape hold equal numbers, possibly in different
     types."""
-    pieces = zip(_iterate_values(one), _iterate_values(other), strict=True)
+    pieces = zip(_iter_values(one), _iter_values(other), strict=True)
     return all(np.array_equal(first, second) for first, second in pieces)
 
 
-def _iterate_values(tensor: Chunk) -> Iterator[NDArray[Any]]:
+def _iter_values(tensor: Chunk) -> Iterator[NDArray[Any]]:
     """Yield the values, ``ROWS`` rows at a time."""
     values = tensor.map_values()
     for row in range(0, tensor.rows, ROWS):
@@ -252,7 +252,7 @@ def _iterate_values(tensor: Chunk) -> Iterator[NDArray[Any]]:
         yield (numbers.astype(np.uint32) << 16).view(np.float32) if is_bf16 else numbers
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
+def _read_weight_map(index: Path) -> Mapping[str, str]:
     try:
         files = json.loads(index.read_text())["weight_map"]
         if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):

@@ -204,11 +204,8 @@ class StoredPolicy:
         self._folder = folder
         self._setting = setting
         if not (folder / METADATA).is_file():
-            raise build_corruption_error(
-                folder,
-                setting,
-                f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do",
-            )
+            problem = f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do"
+            raise build_corruption_error(folder, setting, problem)
         with convert_corruption_errors(folder, setting):
             self.checksums = Checksums.read(folder)
             """``None``: no checksums that this version can check."""
@@ -231,7 +228,7 @@ class StoredPolicy:
         self.entries = {name: entry for entry in wanted for name in entry.tensors}
         """Parameter of each Hugging Face tensor, by name."""
         # The cache is small, because the tensors of a parameter are read in succession.
-        self._located = lru_cache(maxsize=64)(self._find_chunks)
+        self._find_chunks_cached = lru_cache(maxsize=64)(self._find_chunks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -282,7 +279,7 @@ class StoredPolicy:
         entry = self.entries[name]
         with convert_corruption_errors(self._folder, self._setting):
             try:
-                blocks = {part: self._located(part) for part in entry.stored_rows}
+                blocks = {part: self._find_chunks_cached(part) for part in entry.stored_rows}
             # Reading a damaged archive can raise any exception.
             except Exception as error:
                 raise CorruptCheckpointError(f"{entry.key} cannot be read ({error})") from error
@@ -355,7 +352,7 @@ class StoredPolicy:
             if found.get(key, ())[:1] >= (shape.vocab_size,):
                 expected[key] = (found[key][0], *expected[key][1:])
         if problem := describe_mismatch(shape, expected, found):
-            remedy = "Give the config.json of the policy that it was written of"
+            remedy = "Give the config.json of the policy in the checkpoint"
             raise UserError(self._setting, self._folder, problem, remedy)
         leading = {part.key: len(part.entry.leading_indices) for part in parts}
         blocks = defaultdict(list)

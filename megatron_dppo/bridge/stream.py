@@ -164,8 +164,8 @@ def plan_buckets(
     buckets: list[Bucket] = []
     layers = [list_stage_layers(shape.num_layers, stage, layout) for stage in stages]
     of_stages: list[list[Entry]] = []
-    for each in layers:
-        entries = list_adapter_entries(shape, lora, each) if lora else list_entries(shape, each)
+    for ranges in layers:
+        entries = list_adapter_entries(shape, lora, ranges) if lora else list_entries(shape, ranges)
         of_stages.append(list(entries))
     # Alternate between the stages, because all stages can then send at the same time.
     turns = [list(zip(stages, turn, strict=True)) for turn in zip_longest(*of_stages)]
@@ -324,10 +324,8 @@ class _Gathers:
         first = (item.stage - self._first_stage) * self._world.shard_group_size
         if entry.expert is not None:
             first += entry.expert_rank(layout.ep) * layout.expert_tp
-        return range(
-            first,
-            first + (1 if entry.mapping.split is Split.REPLICATED else entry.count_parts(layout)),
-        )
+        is_whole = entry.mapping.split is Split.REPLICATED
+        return range(first, first + (1 if is_whole else entry.count_parts(layout)))
 
     def _has_whole(self, item: Item) -> bool:
         entry = item.entry

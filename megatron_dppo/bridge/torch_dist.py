@@ -123,7 +123,8 @@ def _build_archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, i
 
 
 def find_data(file: Path, offset: int, length: int) -> tuple[int, int]:
-    """Return the start in the file, and the bytes, of a saved tensor's data.
+    """Return the start in the file, and the number of bytes, of a saved tensor's data, without
+    reading the data.
 
     Args:
         offset: first byte of the archive in the file.

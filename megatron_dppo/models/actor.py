@@ -233,9 +233,8 @@ class Policy:
             self.config.microbatch_group_size_per_vp_stage = count_interleaved_packs(
                 len(packs), layout.pp
             )
-        with self.world.training(
-            "a forward pass" if forward_only else "forward and backward passes"
-        ):
+        description = "a forward pass" if forward_only else "forward and backward passes"
+        with self.world.training(description):
             return get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(packs) for _ in self.modules] if interleaved else iter(packs),
@@ -291,7 +290,9 @@ class Actor(Policy):
         if optimizer.overlap:
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
+        self.optimizer = get_megatron_optimizer(
+            _build_optimizer_config(optimizer, model), self.modules
+        )
         # Megatron's scheduler would set the weight decay, but no run has that scheduler.
         for group in self.optimizer.param_groups:
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
@@ -394,9 +395,9 @@ class Actor(Policy):
         parts = [squares, counts, *(part for _, part in named)]
         # Copy once, because the host waits for each copy.
         values = torch.cat([part.reshape(-1).double() for part in parts]).cpu()
-        norms, load, each = values.split([squares.numel(), counts.numel(), len(named)])
+        norms, load, numbers = values.split([squares.numel(), counts.numel(), len(named)])
         mine: dict[str, float] = {}
-        for (name, _), value in zip(named, each.tolist(), strict=True):
+        for (name, _), value in zip(named, numbers.tolist(), strict=True):
             mine[name] = mine.get(name, 0.0) + value
         return mine, float(norms.sum()) ** 0.5, load.view(counts.shape)
 
@@ -421,7 +422,9 @@ def _sum_gradients(
     add_expert_gradients(model)
 
 
-def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> MegatronOptimizerConfig:
+def _build_optimizer_config(
+    settings: OptimizerConfig, model: ModelConfig
+) -> MegatronOptimizerConfig:
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -444,6 +447,5 @@ def compute_learning_rate(settings: OptimizerConfig, update: int, updates: int) 
     if settings.schedule == "constant":
         return settings.lr
     progress = (update - settings.warmup_steps) / max(1, updates - 1 - settings.warmup_steps)
-    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (
-        1 + math.cos(math.pi * min(1.0, progress))
-    )
+    cosine = math.cos(math.pi * min(1.0, progress))
+    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + cosine)

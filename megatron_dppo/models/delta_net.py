@@ -20,8 +20,8 @@ from torch.nn import functional
 
 def with_delta_net(layer: Any) -> ModuleSpec:
     """Copy a layer, with a gated delta network instead of attention."""
-    made = deepcopy(layer)
-    parts = made.submodules
+    delta_layer = deepcopy(layer)
+    parts = delta_layer.submodules
     linear = layer.submodules.self_attention.submodules
     parts.self_attention = ModuleSpec(
         module=DeltaNet,
@@ -33,7 +33,7 @@ def with_delta_net(layer: Any) -> ModuleSpec:
     parts.sharded_state_dict_keys_map = {
         key: name.replace("linear_qkv", "in_proj") for key, name in names.items()
     }
-    return made
+    return delta_layer
 
 
 class OutputNorm(torch.nn.Module):

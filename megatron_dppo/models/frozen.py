@@ -33,9 +33,8 @@ class Frozen(Policy):
         offsets, size = compute_offsets(parameters)
         self._host = allocate_pinned_buffer(size, self.world.device, setting, value, remedy=remedy)
         for parameter, offset in zip(parameters, offsets, strict=True):
-            self._on_host[parameter] = parameter.data = view_slot(
-                self._host, offset, parameter
-            ).copy_(parameter.data)
+            slot = view_slot(self._host, offset, parameter)
+            self._on_host[parameter] = parameter.data = slot.copy_(parameter.data)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -81,8 +80,8 @@ class Teacher(Frozen):
             teacher_masks: [R] for each pack, targets distilled from this teacher.
         """
         places = {
-            id(pack): self._select_rows(pack, mine)
-            for pack, mine in zip(packs, teacher_masks, strict=True)
+            id(pack): self._select_rows(pack, mask)
+            for pack, mask in zip(packs, teacher_masks, strict=True)
         }
 
         def collect(

@@ -158,7 +158,7 @@ def build_layer_spec(
         )
         layer.submodules.self_attention.submodules.core_attention = _make_te_attention()
         layer = _split_norms(layer, config) if with_adapters else layer
-        return _hybrid_layers(layer, config, vp_stage) if hybrid else layer
+        return _build_hybrid_layers(layer, config, vp_stage) if hybrid else layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -170,12 +170,12 @@ def build_layer_spec(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if hybrid:
-        return _hybrid_layers(layer, config, vp_stage)
+        return _build_hybrid_layers(layer, config, vp_stage)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def _hybrid_layers(
+def _build_hybrid_layers(
     layer: Any,
     config: TransformerConfig,
     vp_stage: int | None,
@@ -298,9 +298,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._zero_centred:
             weight = 1.0 + self.weight.float()
-            return functional.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(
-                hidden.dtype
-            )
+            normed = functional.rms_norm(hidden.float(), weight.shape, weight, self.eps)
+            return normed.to(hidden.dtype)
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 

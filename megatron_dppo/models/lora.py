@@ -96,9 +96,10 @@ class LayerAdapters(torch.nn.ModuleDict):
         for name, tensor in zip(row.modules, row.tensors, strict=True):
             dimensions = tensor_dimensions(tensor, shape.family.dimensions)
             outputs, inputs = (shape.extents[dimension] for dimension in dimensions)
-            inputs, outputs = (
-                (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
-            )
+            if self._row_parallel:
+                inputs //= ranks
+            else:
+                outputs //= ranks
             self._outputs.append((name, outputs))
             if name in lora.targets:
                 self[name] = Adapter(lora.rank, inputs, outputs, config)

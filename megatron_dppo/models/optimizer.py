@@ -37,8 +37,8 @@ def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tens
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     one_group = len(parts) == 1 or optimizer.grads_states_parallel_group_is_shared()
     squares = []
-    for some in [parts] if one_group else [[part] for part in parts]:
-        gradients = [gradient for part in some for gradient in _get_norm_gradients(part)]
+    for chained in [parts] if one_group else [[part] for part in parts]:
+        gradients = [gradient for part in chained for gradient in _get_norm_gradients(part)]
         square = torch.zeros(1, device=device)
         if gradients:
             overflow = torch.zeros(1, dtype=torch.int, device=device)
@@ -47,7 +47,7 @@ def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tens
                 clip_grads.l2_norm_impl, overflow, [gradients], False
             )
             square = norm**2.0
-        dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())
+        dist.all_reduce(square, group=chained[0].get_grad_stats_parallel_group())
         squares.append(square)
     return torch.cat(squares)
 
@@ -103,7 +103,7 @@ def _restore_in_place(inner: torch.optim.Optimizer) -> None:
 
     def before(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
         with torch.no_grad():
-            for parameter, tensors in _iterate_states(optimizer, loaded):
+            for parameter, tensors in _iter_states(optimizer, loaded):
                 # Torch's Adam counts steps for each parameter.
                 if "step" in tensors:
                     step = int(tensors.pop("step"))
@@ -124,7 +124,7 @@ def _restore_in_place(inner: torch.optim.Optimizer) -> None:
     inner.register_load_state_dict_post_hook(after)
 
 
-def _iterate_states(
+def _iter_states(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])

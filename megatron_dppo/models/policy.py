@@ -103,9 +103,9 @@ def _release_dispatched(chunk: PolicyModel) -> None:
         outputs: torch.Tensor,
     ) -> torch.Tensor:
         made = combined(outputs)
-        dispatcher.probs = dispatcher.routing_map = (
-            dispatcher.reversed_local_input_permutation_mapping
-        ) = None
+        dispatcher.probs = None
+        dispatcher.routing_map = None
+        dispatcher.reversed_local_input_permutation_mapping = None
         return made
 
     for module in chunk.modules():
@@ -316,14 +316,14 @@ class PolicyModel(GPTModel):
     def setup_embeddings_and_output_layer(self) -> None:
         """Replace the output layer; called by Megatron once all layers exist."""
         if self.post_process:
+            shares_embedding = self.pre_process and self.share_embeddings_and_output_weights
             self.output_layer = OutputWeight(
                 self.config.hidden_size,
                 self.vocab_size,
                 config=self.config,
                 init_method=self.config.init_method,
                 bias=False,
-                skip_weight_param_allocation=self.pre_process
-                and self.share_embeddings_and_output_weights,
+                skip_weight_param_allocation=shares_embedding,
                 tp_group=self.pg_collection.tp,
             )
         super().setup_embeddings_and_output_layer()
@@ -440,11 +440,9 @@ class PolicyModel(GPTModel):
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer, [V_local, h]; on the last stage only."""
-        return (
-            self.shared_embedding_or_output_weight()
-            if self.shape.tied
-            else self.output_layer.weight
-        )
+        if self.shape.tied:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
 
     @torch.no_grad()
     def compute_logits(
@@ -462,14 +460,11 @@ class PolicyModel(GPTModel):
         hidden = self._compute_hidden(input_ids[:, held], position_ids[:, held], packed)[0]
         hidden = self._gather_hidden(hidden, torch.arange(len(held), device=held.device))
         local = hidden.float() @ self.output_weight().float().t()
-        whole = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[
-            :, : self.shape.vocab_size
-        ]
-        whole, held = (
-            gather_from_sequence_parallel_region(part.contiguous(), group=self.pg_collection.cp)
-            for part in (whole, held)
-        )
-        return whole[held.argsort()]
+        padded = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)
+        logits = padded[:, : self.shape.vocab_size].contiguous()
+        logits = gather_from_sequence_parallel_region(logits, group=self.pg_collection.cp)
+        held = gather_from_sequence_parallel_region(held, group=self.pg_collection.cp)
+        return logits[held.argsort()]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return Megatron's sharded state without adapters and without extra state."""

@@ -119,13 +119,13 @@ class _Score(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         peak = torch.full((len(targets),), LOWEST, device=hidden.device)
         sums = torch.zeros((3, len(targets)), device=hidden.device)
-        passes = _select_kernels(hidden.is_cuda)
-        types = [torch.float32] * passes.BUFFERS
+        kernels = _select_kernels(hidden.is_cuda)
+        types = [torch.float32] * kernels.BUFFERS
         logits = None
         for chunk, buffers in split_positions(len(targets), rows, types, chunk_mib, hidden.device):
             logits = buffers[0]
             compute_logits(hidden[chunk], weight[:rows], out=logits)
-            passes.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
+            kernels.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         # Every rank has the same positions, and all ranks skip the exchange of an empty pack.
         if group is not None and len(targets):
             _combine(peak, sums, group)
@@ -138,7 +138,7 @@ class _Score(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.chunk_mib = chunk_mib
         # With two buffers ``reduce_logits`` overwrites the logits.
-        keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
+        keeps = kernels.BUFFERS == 1 and ctx.needs_input_grad[0]
         fits = len(targets) <= _compute_chunk_size(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
         ctx.mark_non_differentiable(entropy)
@@ -160,26 +160,26 @@ def _add_gradients(
     weight_grad: torch.Tensor | None,
 ) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes = _select_kernels(hidden.is_cuda)
+    kernels = _select_kernels(hidden.is_cuda)
     vocabulary = weight[: ctx.rows]
     types = gradient_types(weight)
     # Release the kept logits, because the gradient may overwrite them.
     kept = () if ctx.logits is None else (ctx.logits,)
     ctx.logits = None
-    for chunk, made in split_positions(
+    for chunk, allocated in split_positions(
         len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device
     ):
-        buffers = kept + made
+        buffers = kept + allocated
         logits = buffers[0]
-        slope = buffers[-1]
+        gradient = buffers[-1]
         if not kept:
             compute_logits(hidden[chunk], vocabulary, out=logits)
-        passes.compute_logit_gradient(
-            logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope
+        kernels.compute_logit_gradient(
+            logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=gradient
         )
-        compute_hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
+        compute_hidden_gradient(gradient, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
-            add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
+            add_weight_gradient(weight_grad[: ctx.rows], gradient, hidden[chunk])
 
 
 def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
@@ -193,11 +193,9 @@ def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
     input; None if no gradient is needed."""
     if not ctx.needs_input_grad[1]:
         return None
-    return (
-        weight.main_grad
-        if hasattr(weight, "main_grad")
-        else torch.zeros_like(weight, dtype=torch.float32)
-    )
+    if hasattr(weight, "main_grad"):
+        return weight.main_grad
+    return torch.zeros_like(weight, dtype=torch.float32)
 
 
 def get_autograd_gradient(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -311,8 +309,6 @@ def _supports_fp32_output(operand: torch.Tensor) -> bool:
 
 
 def _count_converted_rows(vocabulary: torch.Tensor) -> int:
-    return (
-        len(vocabulary)
-        if vocabulary.dtype == torch.float32
-        else max(1, CONVERTED // vocabulary.shape[1])
-    )
+    if vocabulary.dtype == torch.float32:
+        return len(vocabulary)
+    return max(1, CONVERTED // vocabulary.shape[1])

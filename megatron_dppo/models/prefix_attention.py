@@ -246,7 +246,7 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
             if len(chunk) and held[chunk[0]] > start:
                 earlier.append((chunk, np.arange(start, held[chunk[0]])))
     # The descendants of a segment come directly after the segment, as one range of rows.
-    last = _last_descendants(pack.parents)
+    last = _find_last_descendants(pack.parents)
     generations: dict[int, list[tuple[Ints, Ints]]] = {}
     depth = np.zeros(len(lengths), np.int64)
     for segment, parent in enumerate(pack.parents.tolist()):
@@ -264,7 +264,7 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
     ]
 
 
-def _last_descendants(parents: Ints) -> list[int]:
+def _find_last_descendants(parents: Ints) -> list[int]:
     """Return each segment's last descendant, or the segment itself, [S]."""
     last = list(range(len(parents)))
     for segment in range(len(parents) - 1, -1, -1):
@@ -324,12 +324,9 @@ def compute_tree_attention(
     Returns:
         [t, heads, head_dim].
     """
-    query, key = (
-        _apply_rotary_pos_emb_bshd(tokens[:, None], packed.frequencies, rotary_interleaved=False)[
-            :, 0
-        ]
-        for tokens in (query, key)
-    )
+    rotate = partial(_apply_rotary_pos_emb_bshd, freqs=packed.frequencies, rotary_interleaved=False)
+    query = rotate(query[:, None])[:, 0]
+    key = rotate(key[:, None])[:, 0]
     if ranks is not None and ranks.size() > 1:
         key, value = torch.cat(
             gather_segments(torch.cat((key, value), dim=-1), packed.lengths, ranks)
@@ -382,11 +379,11 @@ class _TreeAttention(torch.autograd.Function):
             softmax = each.query_rows(out), each.query_rows(total)
             parts = kernel.backward(each.query_rows(gradient), read, *softmax, each, ctx.scale)
             # A token may be a query or key of several blocks.
-            for of_all, rows, part in zip(
+            for total_gradient, rows, part in zip(
                 sums, (each.queries, each.keys, each.keys), parts, strict=True
             ):
                 if rows is None:
-                    of_all += part
+                    total_gradient += part
                 else:
-                    of_all.index_add_(0, rows, part.to(of_all.dtype))
-        return *(of_all.to(query.dtype) for of_all in sums), None, None
+                    total_gradient.index_add_(0, rows, part.to(total_gradient.dtype))
+        return *(total_gradient.to(query.dtype) for total_gradient in sums), None, None

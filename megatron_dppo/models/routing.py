@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class RouterReplay:
         self._unknown = unknown
         self._in_pass = False
         self._target: torch.Tensor | None = None
-        self._again: deque[torch.Tensor | None] = deque()
+        self._recompute_targets: deque[torch.Tensor | None] = deque()
         """Targets of layers to run again in the backward pass, in order of microbatches."""
 
     def enter(self, target: torch.Tensor | None, *, recompute: bool) -> None:
@@ -54,7 +55,7 @@ class RouterReplay:
         self._in_pass = True
         self._target = target
         if recompute:
-            self._again.append(target)
+            self._recompute_targets.append(target)
 
     def exit(self) -> None:
         """End a forward pass."""
@@ -62,7 +63,7 @@ class RouterReplay:
         self._target = None
 
     def clear(self) -> None:
-        self._again.clear()
+        self._recompute_targets.clear()
 
     def get_replay_topk(
         self,
@@ -77,7 +78,7 @@ class RouterReplay:
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
         # A call outside a forward pass comes from a layer's second run.
-        target = self._target if self._in_pass else self._again.popleft()
+        target = self._target if self._in_pass else self._recompute_targets.popleft()
         if target is not None:
             target = target.long()
             own = torch.where(target[:, :1] != self._unknown, target, own)
@@ -98,19 +99,19 @@ class RoutingReplay:
         self._splits_tokens = bool(config.sequence_parallel)
         self._recomputes = config.recompute_granularity is not None
         self._routers: list[list[RouterReplay]] = []
-        numbers: list[list[int]] = []
+        layers_by_chunk: list[list[int]] = []
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-            numbers.append([int(router.layer_number or 0) - 1 for router in routers])
+            layers_by_chunk.append([int(router.layer_number or 0) - 1 for router in routers])
             self._routers.append([RouterReplay(get_unknown_expert(shape.dtype)) for _ in routers])
             for router, replay in zip(routers, self._routers[-1], strict=True):
                 router.router_replay = replay
                 # The fused kernel would silently make its own choice of experts.
                 router.config.moe_router_fusion = False
-        layers = sorted(layer for chunk_layers in numbers for layer in chunk_layers)
+        layers = sorted(chain.from_iterable(layers_by_chunk))
         self.layers: Ints = np.array(layers, np.int64)
         """This rank's layers with routers, counted from 0 over the whole policy."""
-        self._columns = [np.searchsorted(self.layers, some) for some in numbers]
+        self._columns = [np.searchsorted(self.layers, numbers) for numbers in layers_by_chunk]
 
     def clear(self) -> None:
         for routers in self._routers:
@@ -128,13 +129,11 @@ class RoutingReplay:
         training = torch.is_grad_enabled()
         table = None
         if pack.routing is not None:
-            table = self._to_device(
-                self._select_local(pack.routing, share)[:, self._columns[chunk]]
-            )
+            local = self._select_local(pack.routing, share)
+            table = self._to_device(local[:, self._columns[chunk]])
         for i, router in enumerate(self._routers[chunk]):
-            router.enter(
-                None if table is None else table[:, i], recompute=training and self._recomputes
-            )
+            target = None if table is None else table[:, i]
+            router.enter(target, recompute=training and self._recomputes)
         try:
             yield
         finally:
@@ -157,9 +156,9 @@ class RoutingReplay:
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         device = self._world.device
-        return (
-            tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-        )
+        if device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)
 
 
 LAYER_GROUPS = 4
@@ -180,13 +179,11 @@ class ExpertLoad:
         self._counts = torch.zeros(
             shape.num_layers, shape.experts, dtype=torch.int64, device=world.device
         )
-        for router in (
-            module
-            for chunk in chunks
-            for module in chunk.modules()
-            if isinstance(module, TopKRouter)
-        ):
-            router.register_forward_hook(partial(self._count, int(router.layer_number or 0) - 1))
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    layer = int(module.layer_number or 0) - 1
+                    module.register_forward_hook(partial(self._count, layer))
 
     def _count(
         self,

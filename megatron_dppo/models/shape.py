@@ -191,7 +191,7 @@ def _parse_shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     config |= {name: absent[name] for name in family.optional if config.get(name) is None}
     config |= {name: rope[name] for name in ROPE}
     if "attention_interval" in family.keys:
-        config["full_attention_interval"] = _attention_interval(config)
+        config["full_attention_interval"] = _parse_attention_interval(config)
     scalings = {scaling.rope_type: scaling for scaling in family.rope_scalings}
     supported = {**family.supported, "rope_type": ("default", *scalings)}
     if "rotary_fraction" not in family.keys:
@@ -230,14 +230,14 @@ def _list_layer_types(layers: int, interval: int) -> list[str]:
     return types
 
 
-def _attention_interval(config: dict[str, Any]) -> int:
+def _parse_attention_interval(config: dict[str, Any]) -> int:
     """Return the period of attention layers; absent: transformers' default."""
-    config, kinds = {"full_attention_interval": 4, **config}, config.get("layer_types")
+    config = {"full_attention_interval": 4, **config}
+    kinds = config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
         config["full_attention_interval"] = kinds.index("full_attention") + 1
-    interval, layers = (
-        _parse_count(config, name) for name in ("full_attention_interval", "num_hidden_layers")
-    )
+    interval = _parse_count(config, "full_attention_interval")
+    layers = _parse_count(config, "num_hidden_layers")
     regular = _list_layer_types(layers, interval)
     if kinds not in (None, regular) or interval < 2 or interval > layers:
         given = f"full_attention_interval = {interval} and layer_types = {json.dumps(kinds):.60}"
@@ -438,9 +438,8 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     given = "".join(f", layout.{name} = {value}" for name, value in uneven.items())
     if layout.vpp > 1:
         given += f", layout.vpp = {layout.vpp}"
-    problem = f"does not cut the {layers} layers into stages of equally many" + (
-        f" (with{given[1:]})" if given else ""
-    )
+    condition = f" (with{given[1:]})" if given else ""
+    problem = f"does not cut the {layers} layers into equal stages{condition}"
     # pp = 1 excludes uneven and virtual stages.
     least = 2 if uneven or layout.vpp > 1 else 1
     possible = [
@@ -453,9 +452,8 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
             for vpp in range(1, layers + 1)
             if _is_valid_split(layers, with_values(layout, vpp=vpp))
         ]
-        remedies += (
-            [f"set layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
-        )
+        if possible:
+            remedies.append(f"set layout.vpp to one of {', '.join(map(str, possible))}")
     if uneven:
         remedies.append("leave " + " and ".join(f"layout.{name}" for name in uneven) + " out")
     raise UserError("layout.pp", layout.pp, problem, ", or ".join(remedies))

@@ -120,7 +120,7 @@ class _Divergence(torch.autograd.Function):
         peaks = torch.full((2, len(hidden)), LOWEST, device=hidden.device)
         totals = torch.zeros_like(peaks)
         cross = torch.zeros_like(peaks[0])
-        for chunk, (own, other, spare) in _iterate_logits(
+        for chunk, (own, other, spare) in _iter_logits(
             ctx, hidden, weight, *teacher[:2], [torch.float32]
         ):
             for logits, peak, total in zip(
@@ -148,7 +148,7 @@ class _Divergence(torch.autograd.Function):
         weight_grad = get_main_grad(ctx, weight)
         more = gradient_types(weight)
         scale = grad / ctx.temperature
-        for chunk, (own, other, *spare) in _iterate_logits(
+        for chunk, (own, other, *spare) in _iter_logits(
             ctx, hidden, weight, teacher_hidden, teacher_weight, more
         ):
             # Subtract the normalisers: both buffers then hold log-probabilities.
@@ -160,14 +160,14 @@ class _Divergence(torch.autograd.Function):
             else:
                 own.exp_().sub_(other.exp_())
             own.mul_(scale[chunk, None])
-            slope = own if len(spare) == 1 else spare[1].copy_(own)
-            compute_hidden_gradient(slope, weight[: ctx.rows], out=hidden_grad[chunk])
+            logit_gradient = own if len(spare) == 1 else spare[1].copy_(own)
+            compute_hidden_gradient(logit_gradient, weight[: ctx.rows], out=hidden_grad[chunk])
             if weight_grad is not None:
-                add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
+                add_weight_gradient(weight_grad[: ctx.rows], logit_gradient, hidden[chunk])
         return hidden_grad, get_autograd_gradient(weight, weight_grad), None, None, None, None, None
 
 
-def _iterate_logits(
+def _iter_logits(
     ctx: Any,
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -94,7 +94,7 @@ def chunk_gated_delta_rule(
         padded = functional.pad(x[0].to(exact).flatten(1), (0, 0, 0, 1)).index_select(0, tokens)
         return padded.view(-1, chunk, *x.shape[2:]).transpose(1, 2)
 
-    (heads, key) = q.shape[2:]
+    heads, key = q.shape[2:]
     value = v.shape[-1]
     queries, keys, values, decay, rate = (in_chunks(x) for x in (q * key**-0.5, k, v, g, beta))
     total = decay.cumsum(-1)

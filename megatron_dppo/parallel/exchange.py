@@ -73,13 +73,12 @@ def _build_sample(
         # No engine reads the last token, which has no routing.
         read = len(prompt) + len(completion.token_ids[span]) - 1
         table = completion.routing[:read, layers].astype(routing.dtype)
+    teacher_logprobs = completion.teacher_logprobs
     return TrainingSample(
         prompt_ids=prompt,
         response_ids=completion.token_ids[span],
         engine_logprobs=completion.logprobs[span],
-        teacher_logprobs=None
-        if completion.teacher_logprobs is None
-        else completion.teacher_logprobs[span],
+        teacher_logprobs=None if teacher_logprobs is None else teacher_logprobs[span],
         loss_mask=completion.loss_mask[span],
         advantage=_select_advantages(plan.advantage[k], completion, span),
         scale=float(plan.scale[k]),

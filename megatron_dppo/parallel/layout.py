@@ -39,8 +39,8 @@ def _count_stage_layers(layers: int, layout: LayoutConfig) -> list[int]:
     """Return the layers of each pipeline stage, [pp]; a remainder stays unassigned."""
     given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     fixed = {stage: count for stage, count in given.items() if count is not None}
-    each = (layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1)
-    return [fixed.get(stage, each) for stage in range(layout.pp)]
+    equal = (layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1)
+    return [fixed.get(stage, equal) for stage in range(layout.pp)]
 
 
 def count_interleaved_packs(packs: int, stages: int) -> int:

@@ -75,11 +75,8 @@ def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dic
         store = dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)
     else:
         given = environ.get(LISTENER)
-        store = _create_store(
-            socket.socket(fileno=int(given)) if given else open_listener(LOOPBACK, port),
-            timeout,
-            size,
-        )
+        listener = socket.socket(fileno=int(given)) if given else open_listener(LOOPBACK, port)
+        store = _create_store(listener, timeout, size)
     return {"store": store, "rank": rank, "world_size": size}
 
 

@@ -211,9 +211,9 @@ class World:
         results: list[Any] = self.gather(
             result.error if isinstance(result, StandstillError) else result
         )
-        for each in results:
-            if isinstance(each, BaseException):
-                raise each
+        for outcome in results:
+            if isinstance(outcome, BaseException):
+                raise outcome
         return results
 
 

@@ -126,11 +126,9 @@ def _compute_weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
     # If prompts are pruned, moments are estimates, and advantages are ratios with a bias of
     # O(1/prompts). The draw of completions does not change the moments.
     present = columns["present"]
-    each = (
-        np.where(present, 1.0 / present.sum(axis=1, keepdims=True), 0.0)
-        / columns["inclusion"][:, None]
-    )
-    weights: Floats = each / each.sum()
+    shares = np.where(present, 1.0 / present.sum(axis=1, keepdims=True), 0.0)
+    shares /= columns["inclusion"][:, None]
+    weights: Floats = shares / shares.sum()
     return weights
 
 
@@ -185,7 +183,7 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
         return found
     except (Exception, SystemExit) as error:
         problem = f"failed for rewards of {len(rewards)} prompts:\n{traceback.format_exc(limit=-2)}"
-        remedy = "Correct it: docs/recipes/advantage.md describes the result"
+        remedy = "Correct it: docs/recipes/advantage.md describes its return value"
         raise UserError(SETTING, name, problem, remedy) from error
 
 
@@ -252,12 +250,8 @@ def check_estimator(name: str) -> None:
 
 
 def _make_fact_error(name: str, fact: str, problem: str) -> UserError:
-    return UserError(
-        SETTING,
-        name,
-        problem,
-        f"Declare it below the function, NAME.{fact}, or correct the function",
-    )
+    remedy = f"Set NAME.{fact} below the function, or correct the function"
+    return UserError(SETTING, name, problem, remedy)
 
 
 def _compute_trial_advantages(
@@ -325,10 +319,9 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
         segments = part.segments[..., role]
         present = segments["tokens"] > 0
         rows = np.flatnonzero(present.any(axis=1))
-        fields = {each: column[rows] for each, column in columns.items()} | {
-            "present": present[rows]
-        }
-        found = estimate_advantages(name, segments["reward"][rows], fields)
+        selected = {column: values[rows] for column, values in columns.items()}
+        selected["present"] = present[rows]
+        found = estimate_advantages(name, segments["reward"][rows], selected)
         if found.shape[2] > 1:
             problem = (
                 "returned an advantage for each token, and rollout.roles has one for each role"

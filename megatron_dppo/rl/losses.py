@@ -115,12 +115,11 @@ def compute_token_losses(
 def _sum_mismatch(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
     # Tokens of older weights are excluded, because a difference is correct for these tokens.
     fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
+    # e^50 is past every limit, and more would overflow.
+    factor = mismatch.clamp(max=50.0).exp()
     return {
         "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
-        # e^50 is past every limit, and more would overflow.
-        "train/token_mult_prob_error": torch.where(
-            fresh, mismatch.clamp(max=50.0).exp(), 0.0
-        ).sum(),
+        "train/token_mult_prob_error": torch.where(fresh, factor, 0.0).sum(),
         FRESH_TOKENS: fresh.sum(),
     }
 
@@ -150,12 +149,10 @@ class Sequences:
         if self.sample is None:
             raise ValueError("a ratio or a weight per sequence requires the tokens' sequences")
         values = values.detach()
-        # A given number of samples spares the CPU a wait for the GPU.
-        samples = (
-            int(self.sample.max()) + 1
-            if self.samples is None and len(self.sample)
-            else self.samples or 0
-        )
+        samples = self.samples or 0
+        # Only without a given number, because max() makes the CPU wait for the GPU.
+        if self.samples is None and len(self.sample):
+            samples = int(self.sample.max()) + 1
         none = values.new_zeros(samples)
         total = none.index_add(0, self.sample, values)
         if mean:

@@ -33,10 +33,8 @@ def as_number(value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        # For example, an integer of 400 digits.
         return math.inf
     except ValueError:
-        # A signalling NaN.
         return math.nan
 
 

@@ -57,7 +57,7 @@ class Objective:
     mask_above: float = math.inf
     """Larger weights count as 0."""
     overlong_share: float = 0.0
-    """Last fraction of the response limit, with a soft penalty on responses."""
+    """Fraction of the response limit, at its end, in which longer responses get a growing penalty."""
 
 
 OBJECTIVES: dict[str, Objective] = {

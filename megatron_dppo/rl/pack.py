@@ -87,7 +87,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         starts = np.append(starts, capacity)
         begins = np.append(begins, 0)
         parents = np.append(parents, -1)
-        sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
+        sizes = np.append(sizes, capacity - used)
+        tokens = np.append(tokens, capacity - used)
 
     token_ids = np.full(capacity, pad_id, dtype=np.int64)
     for sequence, slots in zip(sequences, places, strict=True):
@@ -102,7 +103,9 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     ]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
     advantages = [np.broadcast_to(sample.advantage, len(sample.response_ids)) for sample in samples]
-    of_teachers = [sample.teacher_logprobs for sample in samples]
+    teacher_logprobs = None
+    if any(sample.teacher_logprobs is not None for sample in samples):
+        teacher_logprobs = _gather_targets([sample.teacher_logprobs for sample in samples], sampled)
     return Pack(
         token_ids=token_ids,
         position_ids=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
@@ -117,9 +120,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         ),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
         engine_logprobs=_gather_targets([sample.engine_logprobs for sample in samples], sampled),
-        teacher_logprobs=_gather_targets(of_teachers, sampled)
-        if any(logprobs is not None for logprobs in of_teachers)
-        else None,
+        teacher_logprobs=teacher_logprobs,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
         parents=parents if (parents >= 0).any() else None,
         tokens=tokens if (parents >= 0).any() else None,
@@ -131,11 +132,9 @@ def find_path(pack: Pack, place: int) -> Ints:
     """Return the positions that the token at ``place`` attends to, in path order."""
     segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
     stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
-    while (
-        pack.parents is not None
-        and pack.tokens is not None
-        and (segment := int(pack.parents[segment])) >= 0
-    ):
+    if pack.parents is None or pack.tokens is None:
+        return stretches[0]
+    while (segment := int(pack.parents[segment])) >= 0:
         stretches.insert(0, pack.cu_seqlens[segment] + np.arange(pack.tokens[segment]))
     return np.concatenate(stretches)
 
@@ -253,10 +252,10 @@ class PrefixGroups:
     shared: Ints
     """[n], tokens shared with the previous sample of the same prefix group."""
 
-    def get_samples(self, pieces: Sequence[int]) -> tuple[int, ...]:
-        """Return the samples of the prefix groups ``pieces``, ascending."""
+    def get_samples(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """Return the samples of some prefix groups, ascending."""
         return tuple(
-            k for piece in sorted(pieces) for k in range(self.starts[piece], self.starts[piece + 1])
+            k for group in sorted(groups) for k in range(self.starts[group], self.starts[group + 1])
         )
 
     def sum_by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -34,7 +34,7 @@ MORE_PACKS = 2
 """End of the search, in multiples of the fewest packs; at least four packs per rank are tried."""
 SAME_FILL = 0.995
 """Fraction of the best fill that counts as equal; the best balanced packing is then taken."""
-PIECES = (0.75, 0.6, 0.5, 0.4, 0.25)
+GROUP_SIZES = (0.75, 0.6, 0.5, 0.4, 0.25)
 """Sizes of prefix groups to try, as fractions of the largest that fits."""
 
 
@@ -161,36 +161,38 @@ def pack_sequences(
         wanted=wanted,
         hidden=hidden,
     )
-    ways: list[PrefixGroups] = []
+    groupings: list[PrefixGroups] = []
     if shared is not None and share != "off":
-        ways += _build_groupings(lengths, np.asarray(shared), most, align)
+        groupings += _build_groupings(lengths, np.asarray(shared), most, align)
         if between is not None and np.any(between):
-            ways += _build_groupings(lengths, np.asarray(shared) + np.asarray(between), most, align)
+            all_shared = np.asarray(shared) + np.asarray(between)
+            groupings += _build_groupings(lengths, all_shared, most, align)
     # Ungrouped first, because min takes the first of equal costs.
-    if share != "on" or not ways:
-        ways.insert(0, build_ungrouped(lengths, align))
-    return min(map(pack, ways), key=lambda packing: packing.cost)
+    if share != "on" or not groupings:
+        groupings.insert(0, build_ungrouped(lengths, align))
+    return min(map(pack, groupings), key=lambda packing: packing.cost)
 
 
 def _build_groupings(lengths: Ints, shared: Ints, max_slots: int, align: int) -> list[PrefixGroups]:
-    """Return whole prefix groups if they fit, then ever smaller groups, each with
-    the whole path to its first sequence."""
+    """Return groupings into whole prefix groups, if possible, then into ever smaller groups. A
+    group stores the whole path to its first sequence."""
     if not shared.any():
         return []
-    ways = [split_prefix_groups(lengths, shared, max_slots=max_slots, align=align)]
-    largest = int(ways[0].slots.max())
+    groupings = [split_prefix_groups(lengths, shared, max_slots=max_slots, align=align)]
+    largest = int(groupings[0].slots.max())
     # Large groups repeat few tokens, but fill and balance packs badly, so that several sizes are
     # tried.
-    for part in PIECES:
-        way = split_prefix_groups(lengths, shared, max_slots=int(part * largest), align=align)
-        if way.shared.any() and len(way.slots) > len(ways[-1].slots):
-            ways.append(way)
-    return ways
+    for fraction in GROUP_SIZES:
+        size = int(fraction * largest)
+        grouping = split_prefix_groups(lengths, shared, max_slots=size, align=align)
+        if grouping.shared.any() and len(grouping.slots) > len(groupings[-1].slots):
+            groupings.append(grouping)
+    return groupings
 
 
 def _pack(
     lengths: Ints,
-    pieces: PrefixGroups,
+    groups: PrefixGroups,
     *,
     ranks: int,
     most: int,
@@ -199,13 +201,14 @@ def _pack(
     wanted: int,
     hidden: float,
 ) -> Packing:
-    fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
+    fewest = max(-(-int(groups.slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
-        packs = _find_tightest(pieces.slots, ranks * per_rank, window, unit, most)
-        found += [_distribute_packs(*packs, lengths, pieces, hidden, ranks)] if packs else []
+        packs = _find_tightest(groups.slots, ranks * per_rank, window, unit, most)
+        if packs is not None:
+            found.append(_distribute_packs(*packs, lengths, groups, hidden, ranks))
         # More packs than prefix groups would be empty.
-        if found and (found[-1].is_good or ranks * per_rank >= len(pieces.slots)):
+        if found and (found[-1].is_good or ranks * per_rank >= len(groups.slots)):
             break
     # ``found`` is never empty: any two packs of a greedy packing together exceed one pack, so twice
     # the fewest packs suffice.
@@ -218,17 +221,17 @@ def _distribute_packs(
     capacity: int,
     packs: list[list[int]],
     lengths: Ints,
-    pieces: PrefixGroups,
+    groups: PrefixGroups,
     hidden: float,
     ranks: int,
 ) -> Packing:
-    work = pieces.sum_by_group(compute_sequence_costs(lengths, hidden, pieces.shared))
-    tokens = int((lengths - pieces.shared).sum())
+    work = groups.sum_by_group(compute_sequence_costs(lengths, hidden, groups.shared))
+    tokens = int((lengths - groups.shared).sum())
     costs = np.array([work[pack].sum() for pack in packs])
     shares = _assign_packs(costs, ranks)
     load = np.array([sum(costs[share]) for share in shares])
     padding = capacity * len(packs) - tokens
-    samples = [pieces.get_samples(pack) for pack in packs]
+    samples = [groups.get_samples(pack) for pack in packs]
     by_rank: list[tuple[tuple[int, ...], ...]] = []
     for share in shares:
         by_rank.append(tuple(samples[k] for k in share))
@@ -238,7 +241,7 @@ def _distribute_packs(
         fill=tokens / (capacity * len(packs)),
         imbalance=float(load.max() / load.mean()),
         cost=float(load.max() + padding / ranks),
-        shared=tuple(pieces.shared.tolist()),
+        shared=tuple(groups.shared.tolist()),
         saved=int(lengths.sum()) - tokens,
     )
 

@@ -66,7 +66,7 @@ def build_default_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
         samples: completions per group.
     """
     prompts = len(prompt_lengths)
-    shape = (len(prompt_lengths), samples)
+    shape = (prompts, samples)
     return {
         "shared_lengths": expand_prompt_lengths(prompt_lengths, samples),
         "further_lengths": make_empty_lengths(shape),
@@ -256,13 +256,12 @@ def build_notes(
 ) -> Iterator[str]:
     """Yield log messages of a step with ``num_usable`` groups that may be trained on."""
     pruning = config.pruning
+    prompt_rule = find_prompt_rule(pruning.prompts.named)
+    completion_rule = find_completion_rule(pruning.completions.named)
+    has_pruned_prompts = bool((metadata.prompt_inclusion < 1.0).any())
     for level, rule, biased in (
-        ("prompts", pruning.prompts.rule, find_prompt_rule(pruning.prompts.named).biased),
-        (
-            "completions",
-            pruning.completions.rule,
-            find_completion_rule(pruning.completions.named).biased,
-        ),
+        ("prompts", pruning.prompts.rule, prompt_rule.biased),
+        ("completions", pruning.completions.rule, completion_rule.biased),
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
@@ -270,29 +269,24 @@ def build_notes(
         yield f"{setting} is biased: {why}"
     if config.rollout.roles:
         yield (
-            "rollout.roles: each role has the gradient of its own reward by its own tokens, the "
-            "other roles are a changing environment: the sum is not the gradient of one objective"
+            "rollout.roles: each role has the gradient of its own reward by its own tokens, with "
+            "the other roles as a changing environment: the sum is not the gradient of one "
+            "objective"
         )
-    if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
+    if objective.aggregation == "token_mean" and has_pruned_prompts:
         yield (
             f"loss.name = {objective.name} divides by the tokens of all prompts, which are "
-            "estimated where prompts are "
-            "pruned: the gradient has a bias of O(1/prompts), which grpo and dr_grpo do not have"
+            "estimated if prompts are pruned: the gradient has a bias of O(1/prompts), which grpo "
+            "and dr_grpo do not have"
         )
-    if (
-        find_estimator(objective.advantage).batch_moments
-        and (metadata.prompt_inclusion < 1.0).any()
-    ):
+    if find_estimator(objective.advantage).batch_moments and has_pruned_prompts:
         yield (
             f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards "
-            "become advantages, are estimated, the gradient a ratio (bias O(1/prompts))"
+            "become advantages, are estimated, and the gradient is a ratio (bias O(1/prompts))"
         )
     # The factor 1 + 1e-9 allows for rounding.
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
-    if (
-        heaviest > pruning.max_weight * (1.0 + 1e-9)
-        and not find_completion_rule(pruning.completions.named).biased
-    ):
+    if heaviest > pruning.max_weight * (1.0 + 1e-9) and not completion_rule.biased:
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "
             "its prompt was kept with a probability below 1/max_weight"
@@ -345,7 +339,7 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
         values = [part.parts.get(name, np.full(part.rewards.shape, np.nan)) for part in parts]
         metrics[name] = np.concatenate(values)[order]
     return StepMetadata(
-        **{name: np.concatenate(each)[order] for name, each in columns.items()},
+        **{name: np.concatenate(values)[order] for name, values in columns.items()},
         window=window,
         parts=metrics,
     )

@@ -42,26 +42,23 @@ def split_prompt_and_response(
     number: int,
 ) -> tuple[NDArray[np.int32], slice]:
     """Return the prompt tokens of a sequence, and the slice of the completion that follows."""
-    tokens = split_sequences(completion)[number]
+    span = split_sequences(completion)[number]
     if number == 0:
-        return prompt, tokens
-    return completion.token_ids[tokens.start : tokens.start + 1], slice(
-        tokens.start + 1, tokens.stop
-    )
+        return prompt, span
+    response = span.start + 1
+    return completion.token_ids[span.start : response], slice(response, span.stop)
 
 
 def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """Return tokens and loss mask for a verifier, without contexts of further sequences."""
     first, *further = split_sequences(completion)
-    shown = [
-        first,
-        *(
-            slice(tokens.start + int(np.argmax(completion.loss_mask[tokens])), tokens.stop)
-            for tokens in further
-        ),
-    ]
-    token_ids = np.concatenate([completion.token_ids[part] for part in shown])
-    loss_mask = np.concatenate([completion.loss_mask[part] for part in shown])
+    shown = [first]
+    for span in further:
+        # The context ends at the first sampled token.
+        context = int(np.argmax(completion.loss_mask[span]))
+        shown.append(slice(span.start + context, span.stop))
+    token_ids = np.concatenate([completion.token_ids[span] for span in shown])
+    loss_mask = np.concatenate([completion.loss_mask[span] for span in shown])
     return token_ids, loss_mask
 
 
@@ -69,7 +66,7 @@ def compute_longest_response(prompt: int, completion: Completion) -> int:
     """Return the largest excess of a sequence over ``prompt`` tokens, which the response limit
     bounds."""
     first, *further = split_sequences(completion)
-    return max([first.stop, *(tokens.stop - tokens.start - prompt for tokens in further)])
+    return max([first.stop, *(span.stop - span.start - prompt for span in further)])
 
 
 def make_empty_lengths(completions: tuple[int, ...]) -> Ints:
@@ -84,9 +81,8 @@ def compute_further_lengths(groups: Sequence[Sequence[Completion]], samples: int
     for into, group in zip(lengths, groups, strict=True):
         # Not strict, because a group may have fewer than ``samples`` completions.
         for row, completion in zip(into, group, strict=False):
-            row[: len(completion.starts)] = [
-                tokens.stop - tokens.start for tokens in split_sequences(completion)[1:]
-            ]
+            spans = split_sequences(completion)[1:]
+            row[: len(spans)] = [span.stop - span.start for span in spans]
     return lengths
 
 
@@ -120,16 +116,15 @@ def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str 
     bounds = (0, *completion.starts, len(completion.token_ids))
     if any(end <= start for start, end in pairwise(bounds)):
         return f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens"
-    for number, tokens in enumerate(split_sequences(completion)):
-        sampled = completion.loss_mask[tokens]
+    for number, span in enumerate(split_sequences(completion)):
+        sampled = completion.loss_mask[span]
         if not sampled.any():
             return f"returned a sequence {number} none of whose tokens the policy sampled"
         if number and sampled[0]:
             return f"returned a sequence {number} that does not begin with token ids, its context"
     if (longest := compute_longest_response(prompt, completion)) > limit:
         return (
-            f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may "
-            "be more"
+            f"returned a sequence {longest} tokens longer than the prompt, and the limit is {limit}"
         )
     return None
 
@@ -145,23 +140,20 @@ def check_sequences(
         UserError: a completion of several sequences is not valid, or a setting of the run supports
             one sequence only.
     """
-    several = 1
+    limit = config.rollout.max_response_tokens
+    most = 1
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
-            if problem := find_sequence_error(
-                len(prompt.token_ids), completion, config.rollout.max_response_tokens
-            ):
+            error = find_sequence_error(len(prompt.token_ids), completion, limit)
+            if error is not None:
                 # The engine made the completion, because conversations were checked before.
-                made = config.rollout.engine_function
-                remedy = (
-                    "Correct the engine: megatron_dppo/rl/sequences.py defines valid completions"
-                )
-                raise UserError(
-                    "rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy
-                )
-            several = max(several, len(split_sequences(completion)))
-    if several > 1:
-        check_settings(config, several)
+                engine = config.rollout.engine_function
+                problem = f"for prompt {prompt.id} it {error}"
+                remedy = "Correct it: megatron_dppo/rl/sequences.py defines valid completions"
+                raise UserError("rollout.engine_function", engine, problem, remedy)
+            most = max(most, len(split_sequences(completion)))
+    if most > 1:
+        check_settings(config, most)
 
 
 def check_settings(config: Config, num_sequences: int) -> None:

@@ -57,11 +57,9 @@ class Prompt:
 
     @property
     def label_text(self) -> str:
-        return (
-            self.label
-            if isinstance(self.label, str)
-            else json.dumps(self.label, ensure_ascii=False, default=str)
-        )
+        if isinstance(self.label, str):
+            return self.label
+        return json.dumps(self.label, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)

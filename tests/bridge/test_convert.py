@@ -116,7 +116,9 @@ def tell_models_apart(source: Path, checkpoint: Path) -> None:
     types = {"dtype": torch.float32, "output_dtype": torch.float32}
     assert compare_logits(checkpoint, source, shape, **types) < 1e-4
     for changes in ({"rope_theta": 5e5}, {"rms_eps": 1e-1}):
-        with pytest.raises(UserError, match=r"logits differ by .* of their deviation, over 0.001"):
+        with pytest.raises(
+            UserError, match=r"logits differ by .* of their standard deviation, more than 0.001"
+        ):
             compare_logits(checkpoint, source, replace(shape, **changes), **types)
 
 

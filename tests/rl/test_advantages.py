@@ -136,7 +136,7 @@ def test_facts_of_estimators_are_true(name: str) -> None:
         else:
             with pytest.raises(
                 UserError,
-                match=r"Declare it below the function, NAME\.(zero_if_equal = False|batch_moments = True)",
+                match=r"Set NAME\.(zero_if_equal = False|batch_moments = True) below the function",
             ):
                 check_estimator("own.py:facts")
 

@@ -153,7 +153,7 @@ IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
         (
             replace(merge_parts([FIRST, [6] * 21, NEXT]), starts=(2,)),
             SUMMED,
-            "of 21 tokens more than the prompt's, and 20",
+            "a sequence 21 tokens longer than the prompt, and the limit is 20",
         ),
         ([("solver", SAID)], ONCE, "of the role 'solver', and rollout.roles has none"),
         (IN_ROLES, [], r"with roles, and rollout\.roles has none"),

@@ -43,9 +43,8 @@ class LlamaRopeScaling(RopeScaling):
     def scale(self, frequencies: Any) -> Any:
         # Rotations over the original context; the frequency factors are bounds on this number.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        unscaled = (
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        ).clip(0, 1)
+        band = self.high_freq_factor - self.low_freq_factor
+        unscaled = ((turns - self.low_freq_factor) / band).clip(0, 1)
         return frequencies * ((1 - unscaled) / self.factor + unscaled)
 
 

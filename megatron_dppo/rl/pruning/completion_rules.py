@@ -136,9 +136,9 @@ def apply_extremes(candidates: CompletionCandidates, keep: float) -> Floats:
     Each side is half of ``keep`` of a group, at least one. The first of equal A are the worst.
     """
     samples = candidates.advantage.shape[1]
-    each = max(1, round(keep * samples / 2))
+    count = max(1, round(keep * samples / 2))
     rank = np.argsort(np.argsort(candidates.advantage, axis=1, kind="stable"), axis=1)
-    return ((rank < each) | (rank >= samples - each)).astype(np.float64)
+    return ((rank < count) | (rank >= samples - count)).astype(np.float64)
 
 
 COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {

@@ -90,10 +90,8 @@ def prune_minibatch(
         )
     inclusion = compute_completion_inclusion(pruning.named, candidates, keep)
     kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
-    weight = (
-        compute_completion_weights(pruning.named, candidates, inclusion, keep)
-        / part.prompt_inclusion[:, None]
-    )
+    weight = compute_completion_weights(pruning.named, candidates, inclusion, keep)
+    weight = weight / part.prompt_inclusion[:, None]
     # A biased prompt rule has no 1/π: the mean is over the prompts rolled out.
     biased_prompts = find_prompt_rule(config.pruning.prompts.named).biased
     z = compute_normaliser(
@@ -240,9 +238,10 @@ def compute_prune_metrics(
         )
     # The error of a biased rule includes its bias. A biased rule for completions is recognised by
     # its weights.
-    if not biased_prompts and all(
+    is_unbiased = not biased_prompts and all(
         _is_weighted_by_inclusion(part, pruned) for part, pruned in parts
-    ):
+    )
+    if is_unbiased:
         sampling, by_prompts, by_completions = estimate_gradient_noise(parts)
         total = sampling + by_prompts + by_completions
         metrics |= {

@@ -71,7 +71,7 @@ class PromptForecast(PromptHistory):
         super().__init__()
         self._features = features
         self._estimator = estimator
-        self._taught = has_teacher
+        self._has_teacher = has_teacher
         self._success = SuccessModel(features.size)
         # No intercept per prompt for sizes and tokens: measured on two visits to a prompt, the
         # residuals beyond the features had no common part.
@@ -81,12 +81,13 @@ class PromptForecast(PromptHistory):
     def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
         """Return E[Σ_i h_i²] of each prompt's next group, [N], up to a common factor."""
         features = self._features.get(prompt_ids)
-        if self._taught:
+        if self._has_teacher:
             return self._size.predict(features)
         chance = self._success.predict(prompt_ids, features)
         if self.binary:
-            of_right = chance.compute_count_probabilities(group_size)
-            square = of_right @ compute_mean_squares(self._estimator, of_right.mean(axis=0))
+            probabilities = chance.compute_count_probabilities(group_size)
+            by_count = compute_mean_squares(self._estimator, probabilities.mean(axis=0))
+            square = probabilities @ by_count
         elif find_estimator(self._estimator).zero_if_equal:
             square = chance.mean()
         else:
@@ -128,10 +129,11 @@ class PromptForecast(PromptHistory):
         features = self._features.get(visits.prompt_ids)
         # Sizes enter as logarithms and, without a teacher, divided by mean A²: both must be
         # positive.
-        sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
+        has_gradient = (visits.advantages != 0.0).any(axis=1) | self._has_teacher
+        sized = has_gradient & (visits.squares > 0.0)
         self._success.update(visits.prompt_ids, features, *self._count_successes(visits))
         squares = visits.squares[sized]
-        if not self._taught:
+        if not self._has_teacher:
             squares /= (visits.advantages[sized] ** 2).mean(axis=1)
         self._size.update(features[sized], squares)
         self._tokens.update(features, visits.tokens)

@@ -69,10 +69,10 @@ class SuccessProbability:
         """Return the log-likelihood [N] of one ordering of ``right`` successes among ``trials``,
         both [N]."""
         p = self._nodes()
-        each = right[:, None] * np.log(p) + (trials - right)[:, None] * np.log1p(-p)
+        log_probs = right[:, None] * np.log(p) + (trials - right)[:, None] * np.log1p(-p)
         # Log-sum-exp: the likelihood of many trials underflows.
-        largest = each.max(axis=1)
-        total: Floats = largest + np.log(np.exp(each - largest[:, None]) @ SHARES)
+        largest = log_probs.max(axis=1)
+        total: Floats = largest + np.log(np.exp(log_probs - largest[:, None]) @ SHARES)
         return total
 
     def _nodes(self) -> Floats:
