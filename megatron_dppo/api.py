@@ -218,12 +218,12 @@ def plan_step(
     Raises:
         UserError: if a function cannot be found, or returns an invalid result.
     """
-    for name, given, functions in (
+    for kind, given, functions in (
         ("advantage", advantage, advantages),
         ("prompt_rule", prompt_rule, prompt_rules),
         ("completion_rule", completion_rule, completion_rules),
     ):
-        setting = SETTINGS[name]
+        setting = SETTINGS[kind]
         if given is not None:
             config = _with_settings(config, setting.split("."), _get_name(given))
         name = attrgetter(setting)(config)

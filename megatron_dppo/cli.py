@@ -156,11 +156,9 @@ def _run(arguments: Sequence[str]) -> int:
         raise _build_option_error(options[0], chosen.command)
     if rest and "settings" not in chosen:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return (
-        _run_settings(chosen, [*chosen.settings, *rest])
-        if "settings" in chosen
-        else _run_without_config(chosen)
-    )
+    if "settings" not in chosen:
+        return _run_without_config(chosen)
+    return _run_settings(chosen, [*chosen.settings, *rest])
 
 
 def _check_command(word: str) -> None:
@@ -178,7 +176,7 @@ def _build_option_error(word: str, command: str) -> UserError:
     name = option.lstrip("-").replace("-", "_")
     if new := RENAMED.get(f"{command}.{name}"):
         new = f"--{new.partition('.')[2]}"
-        raise UserError("argument", word, f"{option} is now {new}", f"Write {new}")
+        return UserError("argument", word, f"{option} is now {new}", f"Write {new}")
     meant = find_nearest_settings(name)
     example = f"{meant[0]}=… perhaps" if meant else "section.setting=value"
     remedy = (

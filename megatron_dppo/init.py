@@ -236,12 +236,11 @@ def _check(size: PolicyShape, std: float) -> None:
             "Give an even number",
         )
     if bool(size.experts) != ("experts" in size.family.keys):
-        problem = f"and {size.family.model_type} is a family " + (
-            "without experts" if size.experts else "with experts"
-        )
-        remedy = (
-            "Give another --family, or leave it out" if size.experts else "Give 4, for instance"
-        )
+        kind = "without experts" if size.experts else "with experts"
+        problem = f"and {size.family.model_type} is a family {kind}"
+        remedy = "Give 4, for instance"
+        if size.experts:
+            remedy = "Give another --family, or leave it out"
         raise UserError("--experts", size.experts, problem, remedy)
     if size.experts and not 0 < size.experts_per_token <= size.experts:
         problem = f"a token cannot go to so many of {size.experts} experts"
@@ -336,8 +335,8 @@ SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"
 
 # Every digit is a token, which makes arithmetic learnable.
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
-    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Qwen's pre-tokenizer."""
 

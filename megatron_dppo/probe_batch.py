@@ -212,9 +212,8 @@ def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Esti
 
     def product(windows: Floats) -> float:
         sampling, noise, generated, trained = windows.mean(axis=0).tolist()
-        return (noise / sampling if sampling > 0.0 else 1.0) * costs.estimate_seconds(
-            generated, trained
-        )
+        inflation = noise / sampling if sampling > 0.0 else 1.0
+        return inflation * costs.estimate_seconds(generated, trained)
 
     full = np.asarray(unpruned, np.float64)
     pruned = np.asarray(pruning, np.float64)
@@ -258,9 +257,8 @@ class Report:
         # double.
         known = math.isfinite(self.noise.value)
         steps = 1.0 + self.noise.value / (self.batch + self.noise.value) if known else 2.0
-        return steps, steps * self.costs.estimate_seconds(
-            self.generated / 2, self.trained / 2
-        ) / self.seconds
+        seconds = self.costs.estimate_seconds(self.generated / 2, self.trained / 2)
+        return steps, steps * seconds / self.seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return plain numbers; null for an infinite bound."""
@@ -293,9 +291,7 @@ class Report:
             if math.isfinite(noise.high)
             else f"{noise.low:.3g} or more"
         )
-        configured = "+ configured"
-        if not self.configured:
-            configured = "the configured rules are not neyman"
+        legend = "+ configured" if self.configured else "the configured rules are not neyman"
         lines = [
             f"seconds of an unpruned step     {self.seconds:.2f}",
             f"  fixed                         {costs.rollout + costs.rest:.2f}",
@@ -310,7 +306,7 @@ class Report:
             "completions' tokens",
             " " * 7 + "".join(f"{c:>8}  " for c in completions).rstrip(),
             *map(str.rstrip, rows),
-            f"* best, {configured}",
+            f"* best, {legend}",
             "Variance is estimated as prune/variance_inflation, which was up to 1.3 times too high "
             "early in training.",
             "",
@@ -322,7 +318,7 @@ class Report:
     def conclusion(self) -> str:
         """Closing sentence; a second one for an unbounded noise scale."""
         noise = self.noise.value
-        (steps, time) = self.estimate_half_batch()
+        steps, time = self.estimate_half_batch()
         of_best = (
             f"pruning at {self.best[0]:g} / {self.best[1]} is worth {self.gains[self.best]} "
             "of a smaller batch"

@@ -193,11 +193,9 @@ def build_checks(
 def is_key(word: str) -> bool:
     """Return whether a word is a dotted key, and not a value."""
     section, dot, _ = word.partition(".")
-    return (
-        section in ("policy", *Config.model_fields)
-        if dot
-        else isinstance(getattr(Config, word, None), property)
-    )
+    if dot:
+        return section in ("policy", *Config.model_fields)
+    return isinstance(getattr(Config, word, None), property)
 
 
 def get_value(key: str, config: Config, policy: object = None) -> Any:

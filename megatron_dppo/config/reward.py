@@ -66,11 +66,9 @@ class RewardConfig(Section):
     @property
     def functions(self) -> tuple[str, ...]:
         """Names of the reward functions."""
-        return (
-            (self.function,)
-            if isinstance(self.function, str)
-            else tuple(each.function for each in self.function)
-        )
+        if isinstance(self.function, str):
+            return (self.function,)
+        return tuple(each.function for each in self.function)
 
     @property
     def spec(self) -> str:
@@ -86,12 +84,10 @@ class RewardConfig(Section):
     ) -> str | tuple[WeightedReward, ...]:
         if not isinstance(function, str):
             names = check_unique(tuple(each.metric for each in function))
-            if not names or (reserved := set(names) & set(RESERVED)):
-                raise ValueError(
-                    f"names a metric {min(reserved)}, which counts failures"
-                    if names
-                    else "is empty"
-                )
+            if not names:
+                raise ValueError("is empty")
+            if reserved := set(names) & set(RESERVED):
+                raise ValueError(f"names a metric {min(reserved)}, which counts failures")
         return function
 
     @field_validator("thinking_tags")

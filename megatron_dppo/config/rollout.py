@@ -140,11 +140,9 @@ class DataConfig(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """Names in data.train, each once."""
-        return (
-            (self.train,)
-            if isinstance(self.train, str)
-            else tuple(dict.fromkeys(each.path for each in self.train))
-        )
+        if isinstance(self.train, str):
+            return (self.train,)
+        return tuple(dict.fromkeys(each.path for each in self.train))
 
 
 ServerKind = Literal["sglang", "vllm"]

@@ -136,12 +136,11 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_p
     # A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay
     # their messages, so that the launcher usually polls the killed rank first. If one poll finds a
     # killed rank and a marker, the killed rank is the cause, unless the marker is older than the
-    # previous poll.
-    if reported is not None and (
-        set(killed.values()) <= {signal.SIGABRT} or failure.is_older_than(previous_poll)
-    ):
+    # previous poll. SIGABRT is a consequence, because libraries abort a process that has lost its
+    # peers.
+    only_aborted = set(killed.values()) <= {signal.SIGABRT}
+    if reported is not None and (only_aborted or failure.is_older_than(previous_poll)):
         return reported
-    # SIGABRT is a consequence, because libraries abort a process that has lost its peers.
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
         failure.report(format_signal_exit(f"rank {rank}", number))

@@ -62,8 +62,8 @@ HOLD_BACK_S = 10.0
 """Seconds that a rank waits before a message about a lost peer. The rank that failed first can then
 print a message, or a launcher that finds a killed rank ends the ranks."""
 LOST = re.compile(
-    rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to "
-    r"(recv|send)|gloo|nccl|tcpstore",
+    rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe"
+    r"|failed to (recv|send)|gloo|nccl|tcpstore",
     re.IGNORECASE,
 )
 """Libraries' messages after a peer has closed a connection."""

@@ -95,11 +95,8 @@ class Console:
         """Print a note, by default only the first of equal notes."""
         if repeat or text not in self._printed:
             self._printed.add(text)
-            self._print(
-                Text("note  ", style="bold yellow").append(
-                    sanitize_text(text), style="not bold default"
-                )
-            )
+            note = Text("note  ", style="bold yellow")
+            self._print(note.append(sanitize_text(text), style="not bold default"))
 
     def print_banner(self, lines: Sequence[str]) -> None:
         """Print lines between two empty lines."""
@@ -212,8 +209,8 @@ class LengthGate:
             return None
         return (
             f"response length {outside}: {now:.1f} tokens, mean of steps {step - RECENT + 1} to "
-            f"{step}, against "
-            f"{before:.1f} in the first {FIRST}; {cut:.0%} cut off, against {cut_before:.0%}. "
+            f"{step}, against {before:.1f} in the first {FIRST}; "
+            f"{cut:.0%} cut off, against {cut_before:.0%}. "
             + (_ON_FALL if outside == "fell" else _ON_RISE)
             + (_PRUNED if row.get("prune/max_weight", 1.0) > 1.0 else "")
         )

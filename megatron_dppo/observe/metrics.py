@@ -108,8 +108,8 @@ class MetricsLog:
             shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
             self._log(
                 f"reward functions name more than {MOST_NAMED} metrics: further metrics are "
-                "dropped, first "
-                f"{shown}. Log one name for all completions: the metric is a mean over them"
+                f"dropped, first {shown}. Log one name for all completions: the metric is a mean "
+                "over them"
             )
 
     def close(self, *, finished: bool = True) -> None:

@@ -117,9 +117,9 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
         saved["perf/saved_prompts_time"] = by_prompts
     if metrics.get("train/tokens"):
         saved["perf/saved_completions_time"] = by_completions
-        if (inflation := metrics.get("prune/variance_inflation")) and (
-            seconds := metrics.get("perf/step_time")
-        ):
+        inflation = metrics.get("prune/variance_inflation")
+        seconds = metrics.get("perf/step_time")
+        if inflation and seconds:
             saved["perf/pruning_efficiency"] = (seconds + by_both) / seconds / inflation
     return saved
 

@@ -507,9 +507,8 @@ def _get_disk_time(folder: Path) -> float:
 def _get_machine() -> tuple[str, str]:
     if sys.platform != "linux":
         return socket.gethostname(), ""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(
-        Path("/proc/self/ns/pid").readlink()
-    )
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, str(Path("/proc/self/ns/pid").readlink())
 
 
 def _get_start_time(pid: int) -> str:

@@ -35,7 +35,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     } | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     parent = os.getpid()
-    (reader, writer) = os.pipe()
+    reader, writer = os.pipe()
     adopt_orphans()
     child = os.fork()
     if child == 0:

@@ -150,16 +150,14 @@ def check_disagreement(
             "mean_abs_diff": difference,
             "mean_prob_error": error,
         }
-        file = _write_evidence(
-            world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, collect()
-        )
+        file = Path(config.run.dir) / "disagreement" / f"{name}.json"
+        _write_evidence(world, file, facts, collect())
         problem = (
             f"trainer and {source} disagree on the log-probabilities of the same tokens {context}: "
             f"the mean {statistic} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold "
-            "other "
-            "weights (another model, an incomplete update), score at another "
-            "temperature or with top-p, top-k or a penalty, or compute in another precision "
-            f"(a quantised model or cache). The worst completions are in {file}"
+            "other weights (another model, an incomplete update), score at another temperature or "
+            "with top-p, top-k or a penalty, or compute in another precision (a quantised model or "
+            f"cache). The worst completions are in {file}"
         )
         remedy = f"Find the cause; raise {setting} only for a difference that precision explains"
         raise UserError(setting, f"{limit:g}", problem, remedy)
@@ -170,7 +168,7 @@ def _write_evidence(
     file: Path,
     facts: dict[str, Any],
     completions: Sequence[ComparedCompletion],
-) -> Path:
+) -> None:
     """Write the worst completions of the rank with the worst completion."""
     # NaN counts as the largest difference.
     worst = sorted(
@@ -188,7 +186,6 @@ def _write_evidence(
     world.run_on_all_ranks(
         lambda: write() if world.rank == holder else None, description="evidence"
     )
-    return file
 
 
 def check_agreement(
@@ -323,6 +320,9 @@ def _score_completions(
 
 
 def _build_sample(completion: ComparedCompletion, layers: Ints | None) -> TrainingSample:
+    routing = None
+    if completion.routing is not None and layers is not None:
+        routing = completion.routing[:, layers]
     return TrainingSample(
         prompt_ids=completion.prompt_ids.astype(np.int32),
         response_ids=completion.response_ids.astype(np.int32),
@@ -331,9 +331,7 @@ def _build_sample(completion: ComparedCompletion, layers: Ints | None) -> Traini
         advantage=0.0,
         scale=0.0,
         version=min(completion.versions),
-        routing=None
-        if completion.routing is None or layers is None
-        else completion.routing[:, layers],
+        routing=routing,
     )
 
 

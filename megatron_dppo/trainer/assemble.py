@@ -293,11 +293,8 @@ def _assemble(
     shape = world.run_on_all_ranks(lambda: read_shape(folder))
     tokenizer = world.run_on_all_ranks(lambda: load_tokenizer(folder))
     stops = config.rollout.stop_token_ids or stop_token_ids(folder, tokenizer)
-    if (
-        world.is_rank0
-        and config.rollout.stop_token_ids is None
-        and (note := stop_note(folder, tokenizer))
-    ):
+    has_default_stops = config.rollout.stop_token_ids is None
+    if world.is_rank0 and has_default_stops and (note := stop_note(folder, tokenizer)):
         print_message(note)
     policy = make(shape)
     if config.loss.replay_routing != "none":

@@ -147,12 +147,10 @@ class Checkpoints:
         self._unfinished = None
         with self._convert_disk_errors(unfinished.needed):
             checksums = unfinished.shards.finish()
-        of_all = {
-            name: checksum
-            for from_rank in self._world.gather(checksums)
-            for name, checksum in from_rank.items()
-        }
-        self._world.broadcast(lambda: self._put_in_place(unfinished, of_all))
+        all_checksums: dict[str, FileChecksum] = {}
+        for of_rank in self._world.gather(checksums):
+            all_checksums |= of_rank
+        self._world.broadcast(lambda: self._put_in_place(unfinished, all_checksums))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
         """Restore the last good checkpoint, written in any layout, into ``actor``. Collective.

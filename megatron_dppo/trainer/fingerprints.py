@@ -134,11 +134,9 @@ def _list_functions(config: Config) -> Iterator[tuple[str, str]]:
         if isinstance(named := attrgetter(setting)(config), str):
             yield setting, named
         elif named is not None:
-            yield from (
-                # Several reward functions are separate entries.
-                (f"{setting}[{number}]", each.function)
-                for number, each in enumerate(named)
-            )
+            # Several reward functions are separate entries.
+            for number, each in enumerate(named):
+                yield f"{setting}[{number}]", each.function
 
 
 def _list_sources(config: Config) -> Iterator[tuple[str, Source]]:

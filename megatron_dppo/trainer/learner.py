@@ -48,11 +48,9 @@ def describe_weight_bound(config: Config) -> str:
     if cap := get_importance_cap(config):
         return f"{cap:g} at most"
     loss = config.loss
-    return (
-        f"0 above {loss.mask_above:g}"
-        if loss.mask_above
-        else f"within loss.trust_region = {loss.trust_region}"
-    )
+    if loss.mask_above:
+        return f"0 above {loss.mask_above:g}"
+    return f"within loss.trust_region = {loss.trust_region}"
 
 
 class PolicyLoss:

@@ -128,13 +128,13 @@ class PromptOrder:
 
     def state_dict(self) -> dict[str, Any]:
         first, *others = [(source.epoch, source.position) for source in self._sources]
-        where = {
+        return {
+            "size": self._size,
             "epoch": first[0],
             "position": first[1],
             "others": others,
             "deferred": list(self._deferred),
         }
-        return {"size": self._size, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``.
@@ -146,13 +146,8 @@ class PromptOrder:
         # prompts.
         if (before := state["size"]) != self._size:
             problem = f"the checkpoint was written with {before} prompts"
-            remedy = "Resume with the same data"
-            raise UserError(
-                "data.train",
-                f"{self._size} prompts",
-                problem,
-                f"{remedy}, or start another run.dir",
-            )
+            remedy = "Resume with the same data, or start another run.dir"
+            raise UserError("data.train", f"{self._size} prompts", problem, remedy)
         places = [(state["epoch"], state["position"]), *state.get("others", ())]
         for source, place in zip(self._sources, places, strict=True):
             source.set_position(*place)
@@ -216,10 +211,9 @@ class PromptSampler:
         """
         pool_size = len(pool)
         if (widest := compute_window_size(config)) > pool_size:
-            has_noise = config.pruning.target_noise
-            grown = (
-                f"makes windows of {widest} with pruning.target_noise, which " if has_noise else ""
-            )
+            grown = ""
+            if config.pruning.target_noise:
+                grown = f"makes windows of {widest} with pruning.target_noise, which "
             problem = (
                 f"{grown}is more than the {pool_size} prompts of the pool, and a window "
                 "holds no prompt twice"

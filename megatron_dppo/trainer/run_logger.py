@@ -53,8 +53,8 @@ CENSUS = "pruning.jsonl"
 
 NO_GRADIENT = (
     "the gradient of a step is exactly 0 although its plan kept completions: either all their "
-    "tokens are clipped or "
-    "masked (train/pg_clipfrac, train/tis_clipfrac), or the loss has no gradient"
+    "tokens are clipped or masked (train/pg_clipfrac, train/tis_clipfrac), or the loss has no "
+    "gradient"
 )
 
 
