@@ -136,10 +136,8 @@ def find_types(root: Path) -> set[str]:
     for owner in names.types:
         module, node = names.defined[owner]
         fields = [each.annotation for each in ast.walk(node) if isinstance(each, ast.AnnAssign)]
-        parts = (
-            names.find_names(module, *(fields if isinstance(node, ast.ClassDef) else [node]))
-            & names.types
-        )
+        typed = fields if isinstance(node, ast.ClassDef) else [node]
+        parts = names.find_names(module, *typed) & names.types
         edges |= {edge for part in parts for edge in ((owner, part), (part, owner))}
     handled: list[tuple[set[str], set[str]]] = []
     for module, tree in names.trees.items():

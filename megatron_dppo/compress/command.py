@@ -200,11 +200,9 @@ def compress(arguments: argparse.Namespace) -> int:
             difference = _verify(draft, logits)
     print(_describe_cut(shape, cut))
     if losses:
-        data = (
-            "other sequences than those scored"
-            if held_out
-            else "the scored sequences, as there are no others"
-        )
+        data = "the scored sequences, as there are no others"
+        if held_out:
+            data = "other sequences than those scored"
         print(
             f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {data}"
         )
@@ -317,9 +315,8 @@ def _verify(output_dir: Path, expected: torch.Tensor) -> float:
     with rename_error_setting("--verify"):
         shape = read_shape(output_dir)
         check_weights(output_dir, shape)
-    return measure_difference(
-        _compute_logits(_load_model(output_dir, expected.dtype), shape), expected
-    )
+    logits = _compute_logits(_load_model(output_dir, expected.dtype), shape)
+    return measure_difference(logits, expected)
 
 
 def _describe_cut(shape: PolicyShape, cut: Cut) -> str:

@@ -70,11 +70,9 @@ def freeze_date(template: str, day: str) -> str:
     # A macro must format the date, because transformers converts functions among a template's
     # variables to text.
     formats = "".join(f"|replace('%{part}', {now.strftime('%' + part)!r})" for part in DATE_PARTS)
+    macro = f"{{% macro {CLOCK}(format) %}}{{{{ format{formats} }}}}{{% endmacro %}}"
     # The empty text keeps a newline at the start of the template.
-    return (
-        f"{{% macro {CLOCK}(format) %}}{{{{ format{formats} }}}}{{% endmacro %}}{{{{ '' "
-        f"}}}}{template}"
-    )
+    return macro + "{{ '' }}" + template
 
 
 def uses_date(policy: Path) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_dppo.config import DataConfig, replace
 from megatron_dppo.data.date import freeze_date
@@ -102,10 +102,9 @@ def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
             Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train
         ]
     # A generator holds out its own problems.
-    of_train = split == "train" or (
-        data.eval is None and data.train in GENERATORS and data.rollouts is None
-    )
-    name, setting = (data.train, "data.train") if of_train else (data.eval, "data.eval")
+    holds_out = data.eval is None and data.train in GENERATORS and data.rollouts is None
+    from_train = split == "train" or holds_out
+    name, setting = (data.train, "data.train") if from_train else (data.eval, "data.eval")
     assert name is None or isinstance(name, str), "of several files the caller asks for one"
     return [] if name is None else [Source(name, setting)]
 
@@ -241,9 +240,7 @@ def _read_tools(row: Row) -> Tools:
         tools = drop_nulls(json.loads(given)) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = None
-    if not isinstance(tools, list) or not all(
-        isinstance(t, dict) and ("function" in t or "name" in t) for t in tools
-    ):
+    if not _is_list_of_tools(tools):
         form = (
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": '
             "...}}]"
@@ -254,6 +251,12 @@ def _read_tools(row: Row) -> Tools:
             remedy,
         )
     return tools
+
+
+def _is_list_of_tools(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and all(
+        isinstance(tool, dict) and ("function" in tool or "name" in tool) for tool in value
+    )
 
 
 def _read_text(row: Row, text: str, key: str) -> str | Messages:
@@ -391,11 +394,11 @@ def render_prompts(
     if not tokenizer.chat_template:
         remedy = "Set data.chat_template=false, or add one"
         raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
+    reserved = ("messages", "tools", "add_generation_prompt", "tokenize")
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
         same_tools = list(run)
         template = select_chat_template(tokenizer, tools)
-        reserved = ("messages", "tools", "add_generation_prompt", "tokenize")
         for switch in data.chat_template_kwargs:
             if switch in reserved or switch not in template:
                 problem = "is no switch of the policy's chat template"

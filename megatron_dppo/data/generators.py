@@ -92,10 +92,10 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     # Powers for long sums would have millions of digits. 2 to the power of 64 exceeds every pool.
     left = {length: min(config.max_operand ** min(length, 64), wanted) for length in lengths}
     if (most := sum(left.values())) < wanted:
-        kind = (
+        problem = (
+            f"is, with {config.eval_problems} held-out problems, more than the {most} distinct "
             f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
         )
-        problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {kind}"
         remedy = "Lower problems or eval_problems, or raise max_operand or max_terms"
         raise UserError("data.arithmetic.problems", config.problems, problem, remedy)
     draw = random.Random(config.seed)

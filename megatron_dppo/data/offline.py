@@ -122,12 +122,9 @@ def _parse_completion(
                 f"has {len(tokens)} tokens, over rollout.max_response_tokens = {limit}",
                 "Raise the limit",
             )
-        mask = fields.get("loss_mask")
-        sampled = (
-            np.ones(len(tokens), bool)
-            if mask is None
-            else _parse_mask(_parse_numbers(fields, "loss_mask", tokens))
-        )
+        sampled = np.ones(len(tokens), bool)
+        if fields.get("loss_mask") is not None:
+            sampled = _parse_mask(_parse_numbers(fields, "loss_mask", tokens))
         if not sampled.any():
             raise _InvalidCompletionError(
                 "has a loss_mask without a token that the policy sampled", "Leave the row out"

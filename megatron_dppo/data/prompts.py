@@ -282,10 +282,8 @@ def _open_stored(
             if not is_within_limit(each, data):
                 encoded.append(None)
                 continue
-            columns: Columns = (each.token_ids,)
-            if responses:
-                columns = (each.token_ids, each.response_ids)
-            encoded.append((hash_prompt(each.example.prompt), columns))
+            answer = (each.response_ids,) if responses else ()
+            encoded.append((hash_prompt(each.example.prompt), (each.token_ids, *answer)))
         return encoded
 
     return store(source.list_files(), source.setting, depends_on, policy, encode)

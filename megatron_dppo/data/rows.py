@@ -333,14 +333,14 @@ def _make_read_error(table: Any, path: Path, setting: str, first: int) -> UserEr
             try:
                 value.as_py()
             except Exception as error:
-                problem = f"holds in column {name!r} what cannot be read ({error})"
+                problem = f"holds an unreadable value in column {name!r} ({error})"
                 return UserError(
                     setting,
                     f"{path}, row {number}",
                     problem,
                     "Correct the value, or remove the column",
                 )
-    return UserError(setting, path, "holds what cannot be read", "Write it again")
+    return UserError(setting, path, "holds an unreadable value", "Write it again")
 
 
 def _get_nested(value: Any, keys: list[str]) -> Any:

@@ -202,13 +202,11 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
             for batch in read_batches(file, setting, BATCH):
                 encoded = encode(batch.rows)
                 data_sources |= {str(row.values.get("data_source") or "") for row in batch.rows}
-                kept = [index for index, found in enumerate(encoded) if found is not None]
-                rows = rows + len(encoded)
-                stored = stored + len(kept)
+                kept = [index for index, each in enumerate(encoded) if each is not None]
+                rows += len(encoded)
+                stored += len(kept)
                 if kept:
-                    found_rows = [found for found in encoded if found is not None]
-                    keys = [key for key, _ in found_rows]
-                    columns = [tokens for _, tokens in found_rows]
+                    keys, columns = zip(*filter(None, encoded), strict=True)
                     longest = max(longest, *(sum(map(len, each)) for each in columns))
                     values = batch.values
                     if isinstance(values, list):
@@ -235,7 +233,8 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
                         )
                     writer = writer or pyarrow.ipc.new_file(sink, schema)
                     writer.write_batch(part)
-                share, before = (number + batch.done) / len(files), share
+                before = share
+                share = (number + batch.done) / len(files)
                 advance(share - before, f"{rows:,} rows")
         if not rows:
             raise UserError(

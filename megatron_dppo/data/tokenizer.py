@@ -186,9 +186,8 @@ def read_eos_token_ids(path: str | Path) -> tuple[str, tuple[int, ...]]:
         if listed is None:
             continue
         stops = listed if isinstance(listed, list) else [listed]
-        if not stops or not all(
-            isinstance(token, int) and not isinstance(token, bool) for token in stops
-        ):
+        # Exclude booleans, which are integers in Python.
+        if not stops or not all(type(token) is int for token in stops):
             raise UserError(
                 "model.path",
                 file,
@@ -250,10 +249,8 @@ def check_template(folder: Path) -> None:
 def chat_templates(folder: Path) -> list[str]:
     """Return the chat templates that are readable without tokenizer."""
     templates = []
-    for file in (
-        folder / "chat_template.jinja",
-        *sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja")),
-    ):
+    named_files = sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))
+    for file in (folder / "chat_template.jinja", *named_files):
         with suppress(OSError, ValueError):
             templates.append(file.read_text(encoding="utf-8"))
     if templates:

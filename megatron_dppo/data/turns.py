@@ -32,8 +32,9 @@ Generate = Callable[[list[int]], Awaitable[list[int]]]
 :class:`ResponseFullError`."""
 Message = Mapping[str, Any]
 """``content`` of a policy's message is the whole turn."""
-# Replaces a policy's turn in the template, and must not occur in a conversation.
-MARK = "(the policy's turn: 5b1f2c9e)"
+# Replaces a policy's turn in the template, and must not occur in a conversation. Without quotation
+# marks, because a template may escape these.
+MARK = "(turn of the policy: 5b1f2c9e)"
 
 
 class ResponseFullError(Exception):
@@ -49,9 +50,7 @@ class ReplayMismatchError(RuntimeError):
 
     def __init__(self, action: str) -> None:
         law = "Its messages may depend on the problem and on the policy's messages only"
-        super().__init__(
-            f"The environment {action}, unlike in the rollout of this conversation. {law}."
-        )
+        super().__init__(f"The environment {action} in the replay of this conversation. {law}.")
 
 
 class ChatSession:
@@ -169,11 +168,11 @@ class TurnReplay:
         # A response that was cut off may hold only the first of the environment's tokens.
         ends_here = self._cut_off and not self._left
         if (token_ids[: len(given)] if ends_here else token_ids) != given:
-            raise ReplayMismatchError("answered")
+            raise ReplayMismatchError("answered differently")
         if ends_here:
             raise ResponseFullError
         if not self._left:
-            raise ReplayMismatchError("continued")
+            raise ReplayMismatchError("requested another turn")
         return self._take(from_policy=True)
 
     def check_end(self) -> None:
@@ -182,7 +181,7 @@ class TurnReplay:
             ReplayMismatchError: tokens of the completion remain.
         """
         if self._left:
-            raise ReplayMismatchError("ended")
+            raise ReplayMismatchError("ended early")
 
     def _take(self, *, from_policy: bool) -> list[int]:
         if self._left and self._left[0][0] == from_policy:

@@ -406,10 +406,9 @@ def _sum_pass_times(
         exchange: seconds of each pass.
     """
     found = np.zeros((2, 3))
-    moved = np.zeros(2)
     for row, sizes in enumerate(streams):
-        moved[row] = sum(estimate_kernel_time(setup, 0.0, size * setup.width) for size in sizes)
-    found[:, 0] = products + np.array(moved) + LEAST_SECONDS * np.array(launches)
+        found[row, 0] = sum(estimate_kernel_time(setup, 0.0, size * setup.width) for size in sizes)
+    found[:, 0] = products + found[:, 0] + LEAST_SECONDS * np.array(launches)
     found[:, 1] = messages
     found[:, 2] = exchange
     return found

@@ -32,11 +32,9 @@ def resolve_shape(path: str) -> PolicyShape:
         UserError: ``model.path`` is no directory and no published model.
     """
     name = match_published_model(path)
-    return (
-        PUBLISHED[name]
-        if name and not Path(path).is_dir()
-        else read_shape(policy_folder(path, weights=False))
-    )
+    if name and not Path(path).is_dir():
+        return PUBLISHED[name]
+    return read_shape(policy_folder(path, weights=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,11 +319,8 @@ def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
         return min(layout.pp - stage, packs)
     # Interleaved, with v virtual stages: before the first backward pass ends, a virtual stage has
     # made 2(p - i - 1) + (v - 1)g + 1 passes; g packs pass before the next virtual stage's turn.
-    most = (
-        2 * (layout.pp - stage - 1)
-        + (layout.vpp - 1) * count_interleaved_packs(packs, layout.pp)
-        + 1
-    )
+    turn = count_interleaved_packs(packs, layout.pp)
+    most = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * turn + 1
     return min(most, packs * layout.vpp)
 
 
@@ -344,17 +339,14 @@ def count_activation_bytes(
     """
     shape = setup.shape
     layout = setup.layout
+    mixer = count_mixer_elements(shape, layout, saved)
     kept = {
-        "none": count_mixer_elements(shape, layout, saved)
-        + count_feed_forward_elements(shape, layout, saved, imbalance),
-        "selective": count_mixer_elements(shape, layout, saved),
+        "none": mixer + count_feed_forward_elements(shape, layout, saved, imbalance),
+        "selective": mixer,
         "full": shape.hidden / count_shared_ranks(layout),
     }[setup.config.model.recompute]
-    kept *= (
-        count_stage_layers(shape, stage, layout)
-        / layout.vpp
-        * count_chunks_in_flight(stage, layout, packs)
-    )
+    chunk_layers = count_stage_layers(shape, stage, layout) / layout.vpp
+    kept *= chunk_layers * count_chunks_in_flight(stage, layout, packs)
     # The last norm and the head's input, once: the head's backward pass follows at once.
     if stage == layout.pp - 1:
         kept += 2 * shape.hidden / count_shared_ranks(layout) + shape.hidden
@@ -393,9 +385,8 @@ def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved)
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
-    attention = (
-        saved.queries * queries + saved.keys * keys + gate
-    ) / layout.tp + 4 * shape.head_dim
+    sharded = saved.queries * queries + saved.keys * keys + gate
+    attention = sharded / layout.tp + 4 * shape.head_dim
     share = 1 / shape.attention_interval
     attention = share * attention + (1 - share) * count_delta_elements(shape) / layout.tp
     return saved.norms * shape.hidden / count_shared_ranks(layout) + attention

@@ -85,8 +85,7 @@ def _format_result(config: Config, gpus: int, found: SearchResult) -> Iterator[s
         if each:
             yield (
                 f"\n{goal}: {each.seconds:.0f} s a step on {_format_gpus(each)}, "
-                f"{each.gpu_hours:.3f} "
-                "GPU-hours a step"
+                f"{each.gpu_hours:.3f} GPU-hours a step"
             )
             yield from _format_proposal(each)
     if found.closest:
@@ -221,11 +220,8 @@ def _format_times(made: Plan) -> Iterator[str]:
 def _format_efficiency(made: Plan) -> Iterator[str]:
     """Compare pruning with a smaller batch."""
     if made.variance is None or made.efficiency is None:
-        yield (
-            "The variance of this pruning was not measured: a smaller batch may do as well. Set "
-            "assume.variance to a"
-        )
-        yield "run's prune/variance_inflation."
+        yield "The variance of this pruning was not measured: a smaller batch may do as well."
+        yield "Set assume.variance to a run's prune/variance_inflation."
         return
 
     def format_range(pair: tuple[float, float]) -> str:
@@ -234,13 +230,10 @@ def _format_efficiency(made: Plan) -> Iterator[str]:
     factor = format_range(made.variance)
     worth = format_range(made.efficiency)
     whence = "measured on three tasks" if made.assumptions.variance is None else "assumed"
+    yield f"Pruning multiplies the gradient's variance by {factor} ({whence})."
     yield (
-        f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an unpruned "
-        "step of as many"
-    )
-    yield (
-        f"fewer prompts, and takes {worth} times as long as the pruned one with this split of "
-        "the GPUs."
+        "So does an unpruned step of as many fewer prompts, and takes "
+        f"{worth} times as long as the pruned one with this split of the GPUs."
     )
 
 

@@ -254,7 +254,7 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
         # Key heads must divide evenly, or be copied evenly.
         sizes = [
             tp
-            for tp in list_divisors(0, each, shape.heads)
+            for tp in list_divisors(shape.heads, each)
             if not shape.kv_heads % tp or not tp % shape.kv_heads
         ]
         for tp in sizes:
@@ -400,7 +400,7 @@ def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
     shape = setup.shape
     ranks = setup.placement.ranks
     per_node = setup.config.cluster.gpus_per_node
-    tensor_ranks = list_divisors(0, per_node, shape.kv_heads)
+    tensor_ranks = list_divisors(shape.kv_heads, per_node)
     for tp, cp, pp in product(tensor_ranks, CONTEXT, range(1, shape.num_layers + 1)):
         cut = next(list_stage_sizes(shape.num_layers, pp), None)
         if ranks % (tp * cp * pp) or tp * cp > per_node or cut is None:
@@ -409,7 +409,7 @@ def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
             (1, None, parallel) for parallel in sorted({tp > 1, False})
         ]
         if shape.experts:
-            pairs = product(list_divisors(0, shape.experts, shape.experts), sorted({1, tp}))
+            pairs = product(list_divisors(shape.experts, shape.experts), sorted({1, tp}))
             inside = [(ep, etp, tp > 1) for ep, etp in pairs if ranks // pp % (ep * etp) == 0]
         for ep, etp, parallel in inside:
             yield replace(
@@ -426,9 +426,8 @@ def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
         counts = {count_stage_layers(setup.shape, stage, cut) for stage in range(layout.pp)}
         for vpp in range(1, MOST_VIRTUAL + 1 if layout.pp > 1 else 2):
-            if not any(count % vpp for count in counts) and (
-                vpp == 1 or layout.pp > 2 or not first
-            ):
+            divides = not any(count % vpp for count in counts)
+            if divides and (vpp == 1 or layout.pp > 2 or not first):
                 yield replace(cut, vpp=vpp)
 
 
@@ -464,6 +463,6 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def list_divisors(value: int, limit: int, total: int) -> list[int]:
-    """List divisors of ``total`` above ``value``, up to ``limit``."""
-    return [number for number in range(value + 1, limit + 1) if total % number == 0]
+def list_divisors(total: int, limit: int) -> list[int]:
+    """List divisors of ``total`` up to ``limit``."""
+    return [number for number in range(1, limit + 1) if total % number == 0]

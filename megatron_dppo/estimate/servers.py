@@ -58,8 +58,5 @@ def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     # A server must hold a sequence of maximum length.
     parts["cache"] = float(max(tokens, longest) * per_token)
     most = 10**9 if config.rollout.served else config.rollout.max_batch
-    return ServerMemory(
-        Memory(0, parts, room),
-        tokens,
-        min(int(tokens / (setup.prompt + setup.lengths.token_weighted_mean / 2)), most),
-    )
+    concurrency = int(tokens / (setup.prompt + setup.lengths.token_weighted_mean / 2))
+    return ServerMemory(Memory(0, parts, room), tokens, min(concurrency, most))

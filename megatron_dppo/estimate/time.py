@@ -61,12 +61,13 @@ def estimate_step_time(setup: Setup, *, concurrency: int) -> StepTime:
     # The backward pass has twice the forward pass's FLOPs.
     useful = 3.0 * count_forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
+    waits = _compute_bubble_ratio(setup)
     return StepTime(
         work=work,
         phases=phases,
         seconds=_sum_phases(phases, config.rollout.ahead),
         packs=packs,
-        bubble=_compute_bubble_ratio(setup) / (1 + _compute_bubble_ratio(setup)),
+        bubble=waits / (1 + waits),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
         model_flops_share=useful / (setup.placement.ranks * setup.rate * passing),

@@ -44,11 +44,8 @@ def resolve_out_folder(config: Config) -> Path:
     if config.model.checkpoint is None:
         return Path(config.run.dir) / "eval" / Path(config.model.path).name
     checkpoint = find_checkpoint(Path(config.model.checkpoint))
-    run = (
-        checkpoint.parent.parent
-        if checkpoint.parent.name == "checkpoints"
-        else Path(config.run.dir)
-    )
+    folder = checkpoint.parent
+    run = folder.parent if folder.name == "checkpoints" else Path(config.run.dir)
     return run / "eval" / checkpoint.name
 
 
@@ -172,12 +169,10 @@ def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
         UserError: naming ``setting``, if the folder has no finished evaluation.
     """
     if not (folder / SCORES).is_file():
-        there = (
-            "an evaluation that is not finished"
-            if (folder / ANSWERS).is_file()
-            else "no evaluation"
-        )
-        raise UserError(setting, folder, f"holds {there}", "Name the --out folder of one that is")
+        is_begun = (folder / ANSWERS).is_file()
+        problem = "holds an evaluation that is not finished" if is_begun else "holds no evaluation"
+        remedy = "Name the --out folder of a finished evaluation"
+        raise UserError(setting, folder, problem, remedy)
     try:
         with (folder / ANSWERS).open("rb") as lines:
             return _parse_rows(lines, setting)
@@ -219,11 +214,12 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         pairs += [
             (f"the problems of {name}", before[name], ours[name]) for name in before if name in ours
         ]
-        if changed := [
-            f"{key} = {_truncate(was)} (now {_truncate(is_now)})"
-            for key, was, is_now in pairs
-            if was != is_now
-        ]:
+        changed = [
+            f"{key} = {_truncate(old)} (now {_truncate(new)})"
+            for key, old, new in pairs
+            if old != new
+        ]
+        if changed:
             remedy = "Name another folder with --out, or give the earlier settings"
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
         stored = {**stored, PROBLEMS: before}
@@ -260,9 +256,8 @@ def write_questions(folder: Path) -> Path:
     out = folder / QUESTIONS
     with replace_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
         rows = map(json.loads, lines)
-        for (benchmark, number), group in groupby(
-            rows, key=lambda row: (row["benchmark"], row["problem"])
-        ):
+        by_problem = groupby(rows, key=lambda row: (row["benchmark"], row["problem"]))
+        for (benchmark, number), group in by_problem:
             answers = sorted(group, key=lambda row: row["sample"])
             right = sum(row["correct"] is True for row in answers)
             (place := draft / benchmark.replace("/", "-")).mkdir(exist_ok=True)

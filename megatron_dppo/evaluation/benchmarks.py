@@ -105,21 +105,16 @@ def list_sources(config: Config) -> list[EvalSource]:
     named = [_parse_entry(entry, config) for entry in config.eval.benchmarks]
     held_out = config.data.eval
     train = config.data.train
-    if (
-        held_out is None
-        and isinstance(train, str)
-        and train in GENERATORS
-        and not named
-        and config.data.rollouts is None
-    ):
+    has_source = held_out is not None or bool(named) or config.data.rollouts is not None
+    if not has_source and isinstance(train, str) and train in GENERATORS:
         held_out = train
     files = held_out if isinstance(held_out, dict) else {} if held_out is None else {"": held_out}
     found = [*(EvalSource(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
-        if source.name in TAKEN and (
-            source.name or isinstance(held_out, dict) or source.setting == SETTING
-        ):
-            problem = "is what another metric is called"
+        # Only the single file of ``data.eval`` may lack a name.
+        needs_name = isinstance(held_out, dict) or source.setting == SETTING
+        if source.name in TAKEN and (source.name or needs_name):
+            problem = "is the name of another metric"
             remedy = "Give that file another name"
             raise UserError(source.setting, source.name, problem, remedy)
         if source.display_name in [other.display_name for other in found[:number]]:

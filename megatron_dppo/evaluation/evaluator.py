@@ -201,7 +201,6 @@ class Evaluator:
                 evaluation.
         """
         settings = self._config.eval
-
         mine = range(self._world.rank, len(problems), self._world.size)
         indices: dict[str, list[int]] = {}
         prompts: dict[str, list[Prompt]] = {}
@@ -352,9 +351,9 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
         UserError: on every rank, if scoring failed for more than ``reward.max_failures`` of the
             answers.
     """
-    of_all = config.eval.samples * len(problems)
-    found = evaluator.generate_answers(problems, keep=config.eval.show, total=of_all)
-    check_failures(config.reward, found.failed, of_all)
+    total = config.eval.samples * len(problems)
+    found = evaluator.generate_answers(problems, keep=config.eval.show, total=total)
+    check_failures(config.reward, found.failed, total)
     answers = [answer for group in found.answers for answer in group]
     rewards = [answer.score.reward for answer in answers if answer.score]
     metrics = {

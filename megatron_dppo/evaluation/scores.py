@@ -79,11 +79,8 @@ def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     # All columns share the draws.
     draws = np.random.default_rng(SEED).integers(problems, size=(RESAMPLES, problems))
     draws += np.arange(RESAMPLES)[:, None] * problems
-    times = (
-        np.bincount(draws.ravel(), minlength=RESAMPLES * problems)
-        .reshape(RESAMPLES, problems)
-        .astype(np.float64)
-    )
+    counts = np.bincount(draws.ravel(), minlength=RESAMPLES * problems)
+    times = counts.reshape(RESAMPLES, problems).astype(np.float64)
     known = ~np.isnan(values)
     means = _compute_ratio(times @ np.where(known, values, 0.0), times @ known)
     return {

@@ -175,13 +175,9 @@ def _describe_held_out(run: RunRecord, key: str) -> str:
     if key != "eval/accuracy":
         return key.removeprefix("eval/")
     data_sets = run.get_setting("data.eval")
-    files = (
-        list(data_sets.values())
-        if isinstance(data_sets, dict)
-        else [data_sets]
-        if data_sets
-        else []
-    )
+    files = [data_sets] if data_sets else []
+    if isinstance(data_sets, dict):
+        files = list(data_sets.values())
     names = [*map(_get_name, files), *run.get_setting("eval.benchmarks")]
     return ", ".join(names) or f"{get_data_names(run)}, held out"
 
@@ -201,9 +197,9 @@ def _render_training(run: RunRecord, step: int) -> Iterator[str]:
         f"- {found['generated_tokens']:,} tokens generated, {found['trained_tokens']:,} trained "
         "on, prompts included"
     )
-    if (prompts := found["kept_prompt_fraction"]) is not None and (
-        tokens := found["kept_token_fraction"]
-    ) is not None:
+    prompts = found["kept_prompt_fraction"]
+    tokens = found["kept_token_fraction"]
+    if prompts is not None and tokens is not None:
         yield (
             f"- {prompts:.0%} of the prompts were rolled out, and {tokens:.0%} of their tokens "
             "trained on"
@@ -211,15 +207,10 @@ def _render_training(run: RunRecord, step: int) -> Iterator[str]:
     ranks = run.compute_mean("perf/ranks")
     on = f" on {ranks:.0f} ranks" if ranks else ""
     yield f"- {found['seconds']:,.0f} s in steps and evaluations{on}"
-    for changed in sorted(
-        {
-            change.key
-            for _, changes in run.changes
-            for change in changes
-            if change.key.startswith(SHOWN)
-        }
-    ):
-        yield f"- `{changed}` changed during the run; the table has its last value"
+    changed = {change.key for _, changes in run.changes for change in changes}
+    for key in sorted(changed):
+        if key.startswith(SHOWN):
+            yield f"- `{key}` changed during the run; the table has its last value"
 
 
 def _render_settings(run: RunRecord) -> Iterator[str]:

@@ -97,13 +97,12 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
         "of a run; the band around an accuracy is its 95% interval (Wilson's, over the held-out "
         "problems), where their number is known; of more than three runs there are only lines."
     )
-    if len(runs) > 1 and any(
-        run.get_setting("pruning.prompts.rule") not in (None, "none") for run in runs
-    ):
+    rules = [run.get_setting("pruning.prompts.rule") for run in runs]
+    if len(runs) > 1 and any(rule not in (None, "none") for rule in rules):
         lead += (
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those "
-            "whose rewards are "
-            "averaged. Held-out accuracies are: they use the same problems in all runs."
+            "whose rewards are averaged. Held-out accuracies are: they use the same problems in "
+            "all runs."
         )
     return Section(lead, [*parts, *_make_file_tables(runs)])
 
@@ -127,8 +126,8 @@ def make_signs_section(runs: Sequence[RunRecord]) -> Section:
 def make_packs_section(runs: Sequence[RunRecord]) -> Section:
     lead = (
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same "
-        "tokens with the same "
-        "weights: they may differ by rounding only, and a run that passes the limit stops."
+        "tokens with the same weights: they may differ by rounding only, and a run that passes "
+        "the limit stops."
     )
     rows = []
     for label, key, form, number in DIFFERENCES:
@@ -169,12 +168,10 @@ def make_accuracy_chart(
     lines = []
     for run in runs:
         x, y = _get_points(run, "eval/accuracy", positions)
-        bounds = (
-            np.array([compute_wilson_interval(share, run.held_out) for share in y]).T
-            if run.held_out and len(y)
-            else ()
-        )
-        lines.append(Line(run.name, run.colour, x, y, *bounds))
+        intervals = []
+        if run.held_out:
+            intervals = [compute_wilson_interval(share, run.held_out) for share in y]
+        lines.append(Line(run.name, run.colour, x, y, *np.array(intervals).T))
     about = "share of the held-out problems that were answered correctly"
     return make_line_chart(about, lines, x_label=label, form="share", empty="no evaluation")
 

@@ -118,6 +118,9 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         (name, title, try_or_explain(partial(make, runs), empty)) for name, title, make in chapters
     ]
     outcome = try_or_explain(partial(make_comparison, runs), lambda why: None)
+    measured: list[Figure] = []
+    if outcome and len(outcome.arms) <= MOST_ARMS:
+        measured = list(_list_measured(outcome))
     folder = files(__package__)
     text, style, script = (
         (folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js")
@@ -134,9 +137,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
             for run in runs
         ],
         outcome=outcome,
-        measured=list(_list_measured(outcome))
-        if outcome and len(outcome.arms) <= MOST_ARMS
-        else [],
+        measured=measured,
         sections=sections,
         palette=Markup(_render_css()),
         style=Markup(style),
@@ -260,8 +261,5 @@ def _describe_pruning(run: RunRecord) -> Figure:
     )
     if not has_pruning(run):
         return "pruning", "off", kept
-    return (
-        "saved by pruning, estimated",
-        f"{100 * count_device_hours(run).share:.0f}% of the time",
-        kept,
-    )
+    saved = count_device_hours(run).share
+    return "saved by pruning, estimated", f"{100 * saved:.0f}% of the time", kept

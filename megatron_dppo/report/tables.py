@@ -106,11 +106,8 @@ def _describe_method(found: Record) -> str:
 
 def _format_scores(name: str, scores: Record) -> list[str]:
     found = scores.get("pass@k")
-    passes = (
-        {k: value for k, value in found.items() if str(k).isdigit()}
-        if isinstance(found, dict)
-        else {}
-    )
+    entries = found.items() if isinstance(found, dict) else ()
+    passes = {k: value for k, value in entries if str(k).isdigit()}
     # The keys are texts in JSON: 16 comes after 8 as a number only.
     most = max(passes, key=int, default=None)
     return [
@@ -184,9 +181,7 @@ def make_settings_section(runs: Sequence[RunRecord]) -> Section:
             f"{key} = {format_masked(key, value)}" for key, value in run.config.items()
         )
         parts.append(CollapsibleText(f"All settings of {run.name}", text))
-    lead = (
-        "Only what differs between the runs."
-        if len(configured) > 1
-        else "Only what is not the default."
-    )
+    lead = "Only what is not the default."
+    if len(configured) > 1:
+        lead = "Only what differs between the runs."
     return Section(lead, parts)

@@ -59,8 +59,8 @@ GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
 CERTAINTY = (
     "In brackets 95% intervals: geometric means, seed by seed (Student's t). Ratios without "
-    "brackets have no interval "
-    "(fewer than two seeds in common), and another seed would give others."
+    "brackets have no interval (fewer than two seeds in common), and another seed would give "
+    "others."
 )
 COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
 
@@ -286,10 +286,10 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
     for run in runs:
         seed = int(run.get_setting(SEED))
         for other, seeds in found:
-            has_same_settings = _differs_by_seed_only(run, other)
-            is_grouped = run.group or other.group
-            is_same = run.group == other.group if is_grouped else has_same_settings
-            if seed not in seeds and is_same:
+            is_same_arm = run.group == other.group
+            if not run.group and not other.group:
+                is_same_arm = _differs_by_seed_only(run, other)
+            if seed not in seeds and is_same_arm:
                 seeds[seed] = run.name
                 break
         else:
@@ -311,17 +311,13 @@ def compute_ratios(
 ) -> Iterator[tuple[Arm, float, Ratio | None]]:
     """Yield each arm, mean seconds, and ratio to the first arm."""
     for arm in arms:
-        yield (
-            arm,
-            fmean(seconds[name] for name in arm.runs.values()),
-            _compute_ratio(arms[0], arm, seconds),
-        )
+        mean = fmean(seconds[name] for name in arm.runs.values())
+        yield arm, mean, _compute_ratio(arms[0], arm, seconds)
 
 
 def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
-    if arm is first or not all(
-        seconds[name] for each in (first, arm) for name in each.runs.values()
-    ):
+    names = (*first.runs.values(), *arm.runs.values())
+    if arm is first or not all(seconds[name] for name in names):
         return None
     pairs = [(first.runs[seed], name) for seed, name in arm.runs.items() if seed in first.runs]
     # Without two pairs, compare the means of the arms.
@@ -381,9 +377,8 @@ def _count_ranks(run: RunRecord, row: Record) -> int:
 
 def _count_server_gpus(run: RunRecord) -> int | None:
     """Return the servers' GPUs beside the trainer's; None if unknown (externally managed)."""
-    if run.get_setting("rollout.engine") not in get_args(ServerKind) or run.get_setting(
-        "rollout.colocated"
-    ):
+    has_servers = run.get_setting("rollout.engine") in get_args(ServerKind)
+    if not has_servers or run.get_setting("rollout.colocated"):
         return 0
     tp = run.get_setting("rollout.launch.tp")
     count = int(run.get_setting("rollout.launch.count"))

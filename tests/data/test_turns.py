@@ -151,14 +151,12 @@ def test_a_replay_finds_an_environment_of_other_answers() -> None:
     with pytest.raises(ResponseFullError):
         replay([[], [5, 5], [6, 7]], cut_off=True)  # without room for the 7
     for other, cut_off, did in (
-        ([[], [5, 4]], False, "answered"),
-        ([[], [5, 5, 6]], True, "answered"),
-        ([[], [5, 5], [6]], False, "continued"),
-        ([[], [5, 5]], False, "ended"),
+        ([[], [5, 4]], False, "answered differently"),
+        ([[], [5, 5, 6]], True, "answered differently"),
+        ([[], [5, 5], [6]], False, "requested another turn"),
+        ([[], [5, 5]], False, "ended early"),
     ):
-        with pytest.raises(
-            ReplayMismatchError, match=f"The environment {did}, unlike in the rollout"
-        ):
+        with pytest.raises(ReplayMismatchError, match=f"The environment {did} in the replay of"):
             replay(other, cut_off=cut_off)
 
 

@@ -60,7 +60,7 @@ def find_problem(mistake: Mistake) -> str:
     file = ROOT / "megatron_dppo" / mistake.file
     count = file.read_text(encoding="utf-8").count(mistake.right) if file.exists() else 0
     if count != 1:
-        return f"{mistake.name}: {mistake.right!r} stands {count} times in {mistake.file}"
+        return f"{mistake.name}: {mistake.right!r} occurs {count} times in {mistake.file}"
     missing = [test for test in mistake.tests if not (ROOT / test.partition("::")[0]).exists()]
     return f"{mistake.name}: {missing[0]} does not exist" if missing else ""
 
@@ -71,7 +71,7 @@ def find_outcome(mistake: Mistake, copy: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if text.count(mistake.right) != 1:
         return (
-            f"not made: {mistake.right!r} stands {text.count(mistake.right)} times in "
+            f"not made: {mistake.right!r} occurs {text.count(mistake.right)} times in "
             f"{mistake.file}"
         )
     file.write_text(text.replace(mistake.right, mistake.wrong), encoding="utf-8")
@@ -108,19 +108,13 @@ def main() -> int:
         "--check", action="store_true", help="make none, and see whether all can be made"
     )
     options = parser.parse_args()
+    listed = read_mistakes(options.list.read_text(encoding="utf-8"))
     if options.check:
-        problems = [
-            *filter(
-                None, map(find_problem, read_mistakes(options.list.read_text(encoding="utf-8")))
-            )
-        ]
+        problems = [*filter(None, map(find_problem, listed))]
         print(*problems, sep="\n", end="\n" * bool(problems))
         return int(bool(problems))
     part, parts = map(int, options.part.split("/"))
-    mistakes = [
-        m for m in read_mistakes(options.list.read_text(encoding="utf-8")) if options.only in m.name
-    ]
-    chosen = mistakes[part::parts]
+    chosen = [mistake for mistake in listed if options.only in mistake.name][part::parts]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="mistakes-") as folder:
         copy = Path(folder)

@@ -402,9 +402,8 @@ def _format_row(name: str, cells: Iterable[str]) -> str:
 
 def _format_arm(arm: str) -> str:
     """Format ``0.7 / auto, the default`` as prompts 0.7, tokens auto, the default."""
-    name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm).replace(
-        "completions", "tokens"
-    )
+    name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm)
+    name = name.replace("completions", "tokens")
     return f"**{name}**" if "default" in arm else name
 
 

@@ -128,9 +128,8 @@ def _format_text(text: str, conditions: list[str]) -> str:
     """Replace values in a row's text by an ellipsis, and ``{with}`` by the other conditions."""
     text = re.sub(r" = \{[^}]*\}", "", text)
     text = PLACE.sub(lambda found: found[0] if found[1] == "with" else "…", text)
-    return SETTING.sub(lambda found: f"`{found[0]}`", text).replace(
-        "{with}", " and ".join(conditions)
-    )
+    text = SETTING.sub(lambda found: f"`{found[0]}`", text)
+    return text.replace("{with}", " and ".join(conditions))
 
 
 if __name__ == "__main__":

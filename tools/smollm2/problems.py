@@ -406,14 +406,15 @@ def generate_problems(
     rng = random.Random(f"{SEED} {split}")
     for number in range(count):
         turn, place = divmod(number, len(steps))
+        operations = steps[place]
         question = ""
         while not question or find_numbers(question) in used:
-            if (of := steps[place]) == 1:
+            if operations == 1:
                 question, answer = make_single_step(language, turn, rng)
                 source = KINDS["+-*/"[turn % 4]]
             else:
-                question, answer = make_multi_step(language, of, rng)
-                source = f"{of} steps"
+                question, answer = make_multi_step(language, operations, rng)
+                source = f"{operations} steps"
         used.add(find_numbers(question))
         prompt = build_chat(question, EXAMPLES if max(steps) == 1 else ())
         yield {
@@ -455,14 +456,10 @@ def main() -> None:
             "as 2,3"
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    taken = list_example_numbers()
+    steps = list(map(int, options.steps.split(",")))
+    used = list_example_numbers()
     for split, count in (("held_out", HELD_OUT), ("train", TRAIN)):
-        rows = [
-            json.dumps(row) + "\n"
-            for row in generate_problems(
-                split, count, taken, list(map(int, options.steps.split(",")))
-            )
-        ]
+        rows = [json.dumps(row) + "\n" for row in generate_problems(split, count, used, steps)]
         with replace_file(options.out / f"{split}.jsonl") as draft:
             draft.write_text("".join(rows), encoding="utf-8")
 
