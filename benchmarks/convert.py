@@ -1,19 +1,22 @@
-"""Seconds, memory and traffic of the two conversions, against ``cp -r`` of the same files.
+"""Compare seconds, memory and traffic of the two conversions with ``cp -r`` of the same files.
 
     python benchmarks/convert.py [--json] [--shape qwen3-1.7b | --model DIR] [--work-dir DIR]
-    [--repetitions 5]
+        [--repetitions 5]
 
-A random-weight model of the published shape is made in bf16, in shards of a gigabyte. Each
-repetition copies it, converts it, copies the checkpoint and converts that back; before each of the
-four the last output is removed and the disk is left to finish writing. Every conversion is the real
-command in a fresh process; its seconds begin after the imports. ``*_over_cp`` are ratios of
-medians.
+- The model has random weights in a published shape, in bf16, in shards of a gigabyte.
+- A repetition copies the model, converts the model, copies the checkpoint, and converts the
+  checkpoint back. Before each of these four, the last output is removed and the disk finishes
+  writing.
+- A conversion is the real command in a fresh process. The seconds begin after the imports.
 
-``peak_gb`` is the most anonymous memory (RssAnon, every 10 ms) over what the process held after its
-imports, the larger of both ways. ``io_over_model`` is what the process read and wrote by system
-calls (rchar and wchar of /proc/self/io), over twice the bytes of the model's weights, the greater
-of both ways. Files are mapped only to find where archives begin, a few pages each, which it leaves
-out.
+Figures:
+
+- ``*_over_cp``: median seconds of the conversion / median seconds of the copy.
+- ``peak_gb``: maximum anonymous memory (RssAnon, every 10 ms) above the process's memory after the
+  imports; the larger of both directions.
+- ``io_over_model``: bytes read and written by system calls of the process (rchar and wchar of
+  /proc/self/io) / twice the bytes of the model's weights; the larger of both directions. Reads of
+  mapped files are not included: a few pages per file, to find the beginnings of archives.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from statistics import median
 
 from harness import PeakMemory, arguments, finish, in_own_process, own_status, timed
 
-from megatron_dppo.bridge import convert_commands  # noqa: F401 - before the time is taken
+# Import the commands before the time is taken.
+from megatron_dppo.bridge import convert_commands  # noqa: F401
 from megatron_dppo.cli import main as run_command
 
 GB = 10**9
@@ -49,7 +53,7 @@ class Measurement:
 
 
 def converted(way: str, *words: str) -> Measurement:
-    """Run a conversion in this process."""
+    """Run a conversion in this process, and measure."""
     traffic = sum(own_status(field, "io") for field in ("rchar", "wchar"))
     with contextlib.redirect_stdout(sys.stderr), PeakMemory("RssAnon", every_s=0.01) as memory:
         seconds, _ = timed(lambda: run_command([*COMMANDS[way], *words]))
@@ -58,11 +62,12 @@ def converted(way: str, *words: str) -> Measurement:
 
 
 def measured(way: str, source: Path, out: Path, workers: int) -> Measurement:
-    """Run ``cp`` or a conversion in a process of its own, on a disk at rest."""
+    """Run ``cp`` or a conversion in a separate process, on a disk at rest, and measure."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
     if way == "cp":
-        return Measurement(timed(lambda: subprocess.run(["cp", "-r", source, out], check=True))[0])
+        seconds, _ = timed(lambda: subprocess.run(["cp", "-r", source, out], check=True))
+        return Measurement(seconds)
     return in_own_process(converted, way, str(source), str(out), "--workers", str(workers))
 
 
@@ -118,16 +123,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="convert-", dir=options.work_dir) as made:
         folder = Path(made)
         if not (model := options.model):
-            from megatron_dppo.init import write_model  # not in the processes that are measured
+            # Keep this import out of the measured processes, which import this module.
+            from megatron_dppo.init import write_model
 
             model = folder / "model"
             write_model(model, shape=options.shape, dtype="bf16", max_shard_bytes=GB)
         found = measure(model, folder, options.repetitions, options.workers)
-        report = {
-            "repetitions": options.repetitions,
-            "workers": options.workers,
-            **summary(found, model),
-        }
+        figures = summary(found, model)
+        report = {"repetitions": options.repetitions, "workers": options.workers, **figures}
     finish(report, options)
 
 

@@ -1,23 +1,25 @@
-"""Rates of one GPU that plans assume: products of matrices, attention over packs, memory, copies to
-and from the host.
+"""Measure rates of one GPU that plans assume: matrix products, attention over packs, memory, and
+copies to and from the host.
 
     python benchmarks/gpu_rates.py [--json] [--only attention] [--tokens 8192]
     python benchmarks/gpu_rates.py --tiny
 
-Everything is in bf16 and timed as the median of several calls, without gaps between kernels being
-taken out.
+Tensors are in bf16 unless noted. A time is the median of several calls, gaps between kernels
+included.
 
 - ``products``: TFLOP/s of each matrix of a layer of Qwen3-8B, and of Qwen3-32B in eight
   tensor-parallel ranks.
 - ``attention``: TFLOP/s of Transformer Engine's attention over a pack (THD) of 12 causal segments,
   32 heads and 8 key-value heads of 128, forward and backward. Only pairs of tokens within a
   segment's triangle are counted.
-- ``memory``: GB/s of an addition in float32, three bytes moved for each byte of its result.
+- ``memory``: GB/s of an addition in float32, three bytes moved for each byte of the result.
 - ``host``: GB/s of copies of 8 GiB from pinned memory and back.
 
 ``megatron-dppo plan`` assumes fractions of the data sheet's rates: 0.72 for products, 0.40 and 0.30
-for attention, 0.85 for memory. With ``--tiny`` all but attention runs on a CPU, in small sizes, to
-see that it works. Without CUDA the script ends with exit code 2.
+for attention, 0.85 for memory.
+
+``--tiny`` tests the script in small sizes, on a CPU without attention. Without CUDA, the exit code
+is 2.
 """
 
 from __future__ import annotations
@@ -34,20 +36,22 @@ from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 PARTS = ("products", "attention", "memory", "host")
 SPLITS = {"qwen3-8b": 1, "qwen3-32b": 8}
 """Tensor-parallel ranks of each policy."""
-HEADS, KV_HEADS, HEAD_DIM, SEGMENTS = 32, 8, 128, 12
+HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 128
+SEGMENTS = 12
 
 
 def seconds_on(device: torch.device, work: Callable[[], object]) -> float:
-    return (
-        median_seconds(work, torch.cuda.synchronize)
-        if device.type == "cuda"
-        else median_seconds(work)
-    )
+    if device.type == "cuda":
+        return median_seconds(work, torch.cuda.synchronize)
+    return median_seconds(work)
 
 
 def matrices(shape: PolicyShape, tp: int) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of a layer's products on one of ``tp`` ranks."""
-    heads, kv = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    heads = shape.heads * shape.head_dim // tp
+    kv = shape.kv_heads * shape.head_dim // tp
     ffn = shape.ffn // tp
     return {
         "qkv": (shape.hidden, heads + 2 * kv),
@@ -61,13 +65,13 @@ def measure_products(tokens: int, device: torch.device, scale: int) -> dict[str,
     found: dict[str, dict[str, float]] = {}
     for name, tp in SPLITS.items():
         for matrix, (inputs, outputs) in matrices(PUBLISHED[name], tp).items():
-            rows, columns = inputs // scale, outputs // scale
+            rows = inputs // scale
+            columns = outputs // scale
             a = torch.randn(tokens, rows, device=device, dtype=torch.bfloat16)
             b = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
             seconds = seconds_on(device, partial(torch.matmul, a, b))
-            found.setdefault(f"{name}-tp{tp}", {})[matrix] = (
-                2e-12 * tokens * rows * columns / seconds
-            )
+            tflops = 2e-12 * tokens * rows * columns / seconds
+            found.setdefault(f"{name}-tp{tp}", {})[matrix] = tflops
     return found
 
 
@@ -120,7 +124,8 @@ def main() -> None:
         __doc__, tokens=(8192, "of a pack"), tiny=(False, "small sizes, on a CPU too")
     )
     parser.add_argument("--only", choices=PARTS, help="one part")
-    options, cuda = parser.parse_args(), torch.cuda.is_available()
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
     if not cuda and not options.tiny:
         print(
             "gpu_rates.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works",
@@ -136,18 +141,12 @@ def main() -> None:
         "memory": partial(measure_memory, device, scale),
         "host": partial(measure_host, device, scale),
     }
-    wanted = (
-        [options.only] if options.only else [part for part in PARTS if cuda or part != "attention"]
-    )
+    wanted = [part for part in PARTS if cuda or part != "attention"]
+    if options.only:
+        wanted = [options.only]
     figures = {part: parts[part]() for part in wanted}
-    finish(
-        {
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "torch": torch.__version__,
-            **figures,
-        },
-        options,
-    )
+    device_name = torch.cuda.get_device_name() if cuda else "cpu"
+    finish({"device": device_name, "torch": torch.__version__, **figures}, options)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,45 @@
-"""A step of the real Qwen3 shapes on one GPU, packed, and the same sequences padded to the longest.
+"""Time a training step of real Qwen3 shapes on one GPU: packed, and padded to the longest sequence.
 
-    python benchmarks/gpu_step.py [--json] [--shapes 0.6b 1.7b 4b] [--sequences 64] [--pack-tokens
-    8192] python benchmarks/gpu_step.py --shapes 1.7b --sync-debug --profile kernels.txt python
-    benchmarks/gpu_step.py --tiny
+    python benchmarks/gpu_step.py [--json] [--shapes 0.6b 1.7b 4b] [--sequences 64]
+        [--pack-tokens 8192]
+    python benchmarks/gpu_step.py --shapes 1.7b --sync-debug --profile kernels.txt
+    python benchmarks/gpu_step.py --tiny
 
-Needs the package's directory on PYTHONPATH where it is not installed, and of its requirements
-torch, megatron-core, pydantic, PyYAML, NumPy, transformers and, for the fast layers, Transformer
-Engine. The 4B shape takes some 67 GiB for weights, gradients and Adam's state before any
-activation.
+Requirements:
 
-Weights are random, in bf16; lengths are those of long-tailed answers, up to 4,096 tokens with the
-prompt. A step is the trainer's own: forward and backward passes over all packs, the gradient's
-norm, and Adam; the pass for log-probabilities, which a reference or several updates per rollout ask
-for, is timed beside it. Each shape has a process of its own.
+- The package, installed or on PYTHONPATH.
+- Of the package's requirements: torch, megatron-core, pydantic, PyYAML, NumPy, transformers, and
+  Transformer Engine for the fast layers.
+- For the 4B shape, some 67 GiB for weights, gradients and Adam's state, before any activation.
 
-The padded way goes through the same code, a pack holding as many sequences as fit once each is as
-long as the longest. The head scores response tokens alone there, too, which a trainer that pads
-seldom does.
+Method:
 
-``model_flops_share`` is the model's FLOPs for real tokens (no padding, nothing recomputed), over
-the time of a step and over the rate that the same process reaches in a product of large matrices of
-the weights' type: what is called MFU, but for a data sheet's rate.
+- Each shape runs in a separate process.
+- Weights are random, in bf16. Lengths are long-tailed, up to 4,096 tokens with the prompt.
+- A step is the trainer's: forward and backward passes over all packs, the gradient's norm, and
+  Adam. The pass for log-probabilities, needed with a reference or with several updates per rollout,
+  is timed separately.
+- Padded sequences run through the same code. A pack is filled with sequences padded to the longest.
+  The head scores only response tokens here too; few trainers that pad do so.
 
-``peak_gib`` is the most that torch had allocated at once. ``planned_peak_gib`` beside it sums what
-``megatron-dppo plan`` expects of the same shape and pack: weights, gradients, Adam's state,
-activations, the head. It leaves out what the plan adds and torch's count has not: buckets on their
-way to servers (none are sent here), CUDA's own memory, and what is lost between allocations. The
-plan reckons with Transformer Engine's layers; with torch's, the two do not compare.
+Figures:
 
-``--sync-debug`` counts how often the host waits for the device in torch's own calls (a value read,
-a copy from memory that is not pinned), by the places in the code, on standard error. A wait for the
-whole device or inside a library is not seen. With two packs or more it tells what each pack costs
-from what an update does once.
+- ``model_flops_share``: model FLOPs of real tokens (no padding, no recomputation) per second of a
+  step, as a fraction of the rate of a product of large matrices of the weights' type in the same
+  process. This is MFU with a measured rate instead of a data sheet's.
+- ``peak_gib``: torch's maximum of allocated memory.
+- ``planned_peak_gib``: expected sum of weights, gradients, Adam's state, activations and head, by
+  ``megatron-dppo plan`` for the same shape and pack. Excluded are parts of the plan that torch does
+  not count: buckets for servers (not sent here), CUDA's own memory, and fragmentation. The plan
+  assumes Transformer Engine's layers; with torch's layers, the two figures are not comparable.
 
-Without CUDA it ends with exit code 2. With ``--tiny`` a tiny shape runs anywhere, in fp32 on a CPU,
-to see that it works; its figures say nothing.
+``--sync-debug`` counts the host's waits for the device in torch's calls (a value read, a copy from
+memory that is not pinned), and prints the places in the code on standard error. Waits for the whole
+device or inside a library are not counted. Two or more packs separate the waits of each pack
+from the waits of the whole update.
+
+Without CUDA, the exit code is 2. ``--tiny`` tests the script with a tiny shape on any machine, in
+fp32 on a CPU; the figures have no meaning.
 """
 
 from __future__ import annotations
@@ -78,10 +83,16 @@ from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.learner import PolicyLoss
 
 TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
-PROMPT, LONGEST, TYPICAL, SPREAD = 256, 4096, 700, 0.9
-"""Tokens of a prompt, of the longest sequence, and the median and log-deviation of responses."""
+PROMPT = 256
+"""Tokens of a prompt."""
+LONGEST = 4096
+"""Tokens of the longest sequence."""
+TYPICAL = 700
+"""Median tokens of a response."""
+SPREAD = 0.9
+"""Standard deviation of the logarithm of a response's tokens."""
 NOT_ALLOCATED = ("sync", "reserved", "fragmentation")
-"""Parts of a plan that no allocation of a step answers to."""
+"""Parts of a plan that torch does not allocate in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +103,36 @@ class Setting:
     model: ModelConfig
     optimizer: OptimizerConfig
     scale: int
-    """What lengths are divided by: 1 but for the tiny shape."""
+    """Divisor of lengths: 1, except for the tiny shape."""
     sync_debug: bool
     profile: str | None
-    """Where the profiler's table goes: a file, or - for standard error."""
+    """File of the profiler's table, or - for standard error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What one way of laying out the sequences costs."""
+    """Costs of one layout of the sequences."""
 
     packs: int
     pack_tokens: int
     fill: float
-    """Share of the slots with real tokens."""
+    """Fraction of slots with real tokens."""
     seconds: float
-    """Of a step: the next two together."""
+    """Seconds of a step: ``forward_backward_s`` + ``optimizer_s``."""
     forward_backward_s: float
     optimizer_s: float
     log_probabilities_s: float
     tokens_per_second: float
     model_flops_share: float
     peak_gib: float | None
-    """Most memory allocated on the GPU during a step; None on a CPU."""
+    """Maximum of allocated GPU memory during a step; None on a CPU."""
     planned_peak_gib: float
 
 
 def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
     rng = np.random.default_rng(0)
-    longest, prompt = LONGEST // setting.scale, PROMPT // setting.scale
+    longest = LONGEST // setting.scale
+    prompt = PROMPT // setting.scale
     lengths = rng.lognormal(np.log(TYPICAL / setting.scale), SPREAD, setting.sequences)
     rows = []
     for length in np.clip(lengths, 1, longest - prompt).astype(int):
@@ -128,11 +140,10 @@ def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
         engine = np.full(length, -np.log(vocabulary), np.float32)
         sampled = np.ones(length, bool)
         advantage = float(rng.normal())
-        rows.append(
-            TrainingSample(
-                ids[:prompt], ids[prompt:], engine, sampled, advantage, 1.0 / length, version=0
-            )
+        row = TrainingSample(
+            ids[:prompt], ids[prompt:], engine, sampled, advantage, 1.0 / length, version=0
         )
+        rows.append(row)
     return rows
 
 
@@ -143,10 +154,11 @@ def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pa
     packing = pack_sequences(
         lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, hidden=hidden
     )
-    return [
-        build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1)
-        for pack in packing.packs[0]
-    ]
+    packs = []
+    for pack in packing.packs[0]:
+        sequences = [rows[i] for i in pack]
+        packs.append(build_pack(sequences, packing.capacity, pad_id=0, align=1))
+    return packs
 
 
 def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
@@ -157,18 +169,20 @@ def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
 
 
 def update(actor: Actor, packs: list[Pack]) -> None:
-    """The trainer's own, by so small a rate that the next one's figures are no others."""
+    """Run the trainer's update, with a learning rate too small to change the next figures."""
     loss = PolicyLoss(
         resolve_objective(settings.LossConfig()), kl_coef=0.0, tis_cap=None, version=0
     )
-    loss.take_scored()  # of which a run compares those of a step's first update
+    # Turn off recording: a run compares log-probabilities only in a step's first update.
+    loss.take_scored()
     actor.update(packs, loss, lr=1e-7)
 
 
 def forward_flops(shape: PolicyShape, rows: list[TrainingSample]) -> float:
-    """Of the products of matrices, and of causal attention, for real tokens; the head's for
-    responses."""
-    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    """Count FLOPs of matrix products and causal attention for real tokens, and of the head for
+    response tokens."""
+    heads = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
     layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.ffn * (shape.experts_per_token or 1))
     lengths = np.array([len(row.prompt_ids) + len(row.response_ids) for row in rows], dtype=float)
     responses = sum(len(row.response_ids) for row in rows)
@@ -185,7 +199,7 @@ def wait(device: torch.device) -> None:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of one product of square matrices, the best of several."""
+    """Return FLOPs per second of a product of square matrices, the best of several."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = min(median_seconds(lambda: a @ b, partial(wait, device)) for _ in range(3))
@@ -201,7 +215,7 @@ def random_weights(chunks: Sequence[PolicyModel]) -> None:
 
 
 def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float:
-    """What a plan expects of what torch allocates in a step on one GPU."""
+    """Return the planned GiB of torch's allocations in a step on one GPU."""
     layout = LayoutConfig(dp=1)
     pack = settings.PackConfig(max_tokens=pack_tokens)
     config = settings.Config(
@@ -230,7 +244,7 @@ def measure_way(
 
     with mock.patch.object(actor, "accumulate", timed_passes):
         step = median_seconds(lambda: update(actor, packs), partial(wait, device))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
     forward_backward = statistics.median(passes[WARM_UP:])
     scoring = median_seconds(lambda: actor.log_probabilities(packs), partial(wait, device))
     return Way(
@@ -249,7 +263,7 @@ def measure_way(
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Run one shape in this process and report it."""
+    """Measure one shape in this process, and return the report."""
     be_the_only_rank()
     layout = LayoutConfig(dp=1)
     world = initialize(layout, seed=1, timeout_s=600.0)
@@ -261,16 +275,13 @@ def measure(setting: Setting) -> dict[str, Any]:
     rows = make_rows(setting, shape.vocab_size)
     packs = packed(rows, setting, shape.hidden)
     ours = measure_way(actor, packs, rows, rate, setting)
-    passes = {"update": partial(update, actor), "log_probabilities": actor.log_probabilities}
-    waits = (
-        {name: waits_per_pack(name, work, packs) for name, work in passes.items()}
-        if setting.sync_debug
-        else None
-    )
+    waits = None
+    if setting.sync_debug:
+        passes = {"update": partial(update, actor), "log_probabilities": actor.log_probabilities}
+        waits = {name: waits_per_pack(name, work, packs) for name, work in passes.items()}
     if setting.profile:
-        title = (
-            f"A step of {setting.shape} over {len(packs)} packs of {len(packs[0].token_ids)} tokens"
-        )
+        tokens = len(packs[0].token_ids)
+        title = f"A step of {setting.shape} over {len(packs)} packs of {tokens} tokens"
         write_profile(lambda: update(actor, packs), world.device, setting.profile, title)
     theirs = measure_way(actor, padded(rows, setting), rows, rate, setting)
     return {
@@ -314,9 +325,8 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(words)
     options.shapes = ["tiny"] if options.tiny else options.shapes
-    if unknown := [
-        shape for shape in options.shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED
-    ]:
+    known = {*PUBLISHED, "qwen3-tiny"}
+    if unknown := [shape for shape in options.shapes if f"qwen3-{shape}" not in known]:
         parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(PUBLISHED)}")
     return options
 
@@ -326,7 +336,8 @@ def settings_of(options: argparse.Namespace, *, cuda: bool) -> list[Setting]:
     model = ModelConfig(
         dtype="bf16" if cuda else "fp32", spec=options.spec, recompute=options.recompute, **given
     )
-    optimizer, scale = OptimizerConfig(offload=options.offload), 16 if options.tiny else 1
+    optimizer = OptimizerConfig(offload=options.offload)
+    scale = 16 if options.tiny else 1
     shared = (options.sequences, options.pack_tokens, model, optimizer, scale)
     return [
         Setting(shape, *shared, options.sync_debug and cuda, options.profile)
@@ -335,7 +346,8 @@ def settings_of(options: argparse.Namespace, *, cuda: bool) -> list[Setting]:
 
 
 def main() -> None:
-    options, cuda = arguments_of(), torch.cuda.is_available()
+    options = arguments_of()
+    cuda = torch.cuda.is_available()
     if not cuda and not options.tiny:
         print(
             "gpu_step.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works",
@@ -349,10 +361,8 @@ def main() -> None:
         )
     rows = [in_own_process(measure, setting) for setting in settings_of(options, cuda=cuda)]
     device = torch.cuda.get_device_name() if cuda else "cpu"
-    finish(
-        {"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows},
-        options,
-    )
+    report = {"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows}
+    finish(report, options)
 
 
 if __name__ == "__main__":

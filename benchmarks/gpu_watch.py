@@ -1,5 +1,4 @@
-"""What a step on a GPU does beside its arithmetic: where the host waits for the device, and its
-kernels by cost."""
+"""Watch a step on a GPU: the host's waits for the device, and kernels by cost."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from megatron_dppo.rl.types import Pack
 
 
 def host_waits(work: Callable[[], object]) -> Counter[str]:
-    """How often the host waits for the device in torch's calls, by the place that calls.
+    """Count the host's waits for the device in torch's calls, by file and line of the call.
 
-    What waits in a backward pass is counted where that is called from.
+    Waits in a backward pass are counted at the line that calls the backward pass.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -36,28 +35,30 @@ def host_waits(work: Callable[[], object]) -> Counter[str]:
 def waits_per_pack(
     name: str, work: Callable[[list[Pack]], object], packs: list[Pack]
 ) -> dict[str, float]:
-    """How often the host waits for each of some packs, and besides. The places are written to
-    standard error.
+    """Count the host's waits per pack, and the waits that all packs share (``besides``). Print the
+    places to standard error.
 
     Args:
-        name: of the work.
-        work: done on one pack, and on all.
-        packs: two or more, to tell the one from the other; with a single one all is its own.
+        name: name of the work.
+        work: work on any number of packs; runs on the first pack, then on all packs.
+        packs: two or more packs, to separate the two counts. All waits of a single pack count as
+            waits per pack.
     """
-    one, places = host_waits(lambda: work(packs[:1])), host_waits(lambda: work(packs))
+    one = host_waits(lambda: work(packs[:1]))
+    places = host_waits(lambda: work(packs))
     for place, count in places.most_common():
         print(
             f"{name}, {len(packs)} packs: the host waits {count} times at {place}", file=sys.stderr
         )
-    each = (
-        (places.total() - one.total()) / (len(packs) - 1) if len(packs) > 1 else float(one.total())
-    )
+    each = float(one.total())
+    if len(packs) > 1:
+        each = (places.total() - one.total()) / (len(packs) - 1)
     return {"per_pack": each, "besides": one.total() - each}
 
 
 def write_profile(work: Callable[[], object], device: torch.device, to: str, title: str) -> None:
-    """The operators and kernels of some work, the costliest first, appended to a file or on
-    standard error (-)."""
+    """Profile work: append a table of operators and kernels, the costliest first, to a file, or
+    print the table to standard error (``-``)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

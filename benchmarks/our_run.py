@@ -1,5 +1,6 @@
-"""One training of ours on one rank, its steps taken in turn with others'; benchmarks/against_trl.py
-runs it."""
+"""Train on a single rank, step by step in turn with other trainings, for
+``benchmarks/against_trl.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from megatron_dppo.trainer.preflight import run_preflight
 
 
 class InTurn(Trainer):
-    """The trainer, with a watch on its steps. Its last checkpoint comes after the last step."""
+    """Trainer with a watch on steps."""
 
     def __init__(self, watch: StepWatch, *parts: Any) -> None:
         super().__init__(*parts)
@@ -34,11 +35,12 @@ class InTurn(Trainer):
         return super().select(step)
 
     def save(self) -> None:
+        # The last checkpoint comes after the last step.
         self._watch.finish(**figures(Path(self.config.run.dir)))
 
 
 def figures(run: Path) -> dict[str, object]:
-    """What the run's log says of its steps."""
+    """Return figures of the steps in the run's log."""
     rows = [row for row in read_metrics(run) if row["step"] > 0]
     return {
         "padding": 1.0 - sum(row["pack/fill"] for row in rows) / len(rows),

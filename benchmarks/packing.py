@@ -1,23 +1,28 @@
-"""Fill, balance and planning time of the packer against first-fit decreasing and Karmarkar-Karp, on
-the same lengths.
+"""Compare the packer's fill, balance and planning time with first-fit decreasing and
+Karmarkar-Karp, on the same lengths.
 
     python benchmarks/packing.py [--json]
 
-Lengths are those of a DAPO-like step: log-normal responses, clipped so that a sequence has 64 to
-8,192 tokens, 128 of them to each data-parallel rank, in groups of eight; packed as they are, and as
-the default rule prunes them by half (down to some 80 a rank). Everyone packs the same sequences for
-as many ranks:
+Lengths as in a DAPO step:
 
-    ours         as a training step packs: capacity and number of packs are chosen for the step ffd
-    first-fit decreasing, at pack.max_tokens ffd_tight    the same at the capacity that ours chose
-    kk           Karmarkar-Karp's largest differencing method, as verl and slime balance: as many
-    partitions as ours
-                 has packs, equal in tokens, without a capacity that they would have to keep to
+- Responses are log-normal, clipped so that a sequence has 64 to 8,192 tokens.
+- Each data-parallel rank has 128 sequences, in groups of eight.
+- Each step is packed whole, and pruned by half by the default rule (to some 80 sequences per rank).
 
-Their packs are dealt to ranks as ours are: the costliest first, to the rank with the least work by
-FLOPs, equally many packs to each. The slots of a pack are the tokens of the fullest one, but for
-ffd_tight, whose capacity is given. ``imbalance`` is the FLOPs of the busiest rank over the mean of
-all (costs of Qwen3-4B). ``*_worst`` is over all cases.
+All packers pack the same sequences for the same number of ranks:
+
+    ours       as in a training step: capacity and number of packs are chosen for the step
+    ffd        first-fit decreasing, at pack.max_tokens
+    ffd_tight  first-fit decreasing, at the capacity chosen by ours
+    kk         Karmarkar-Karp's largest differencing method, the balancing of verl and slime: a
+               partition for each pack of ours, equal in tokens, without a limit on capacity
+
+The packs of ffd, ffd_tight and kk are assigned to ranks like the packs of ours: the costliest
+first, to the rank with the least work in FLOPs, an equal number to each rank.
+
+The slots of a pack are the tokens of the fullest pack; for ffd_tight, the given capacity.
+``imbalance`` is the FLOPs of the busiest rank / mean of all ranks, at the costs of Qwen3-4B.
+``*_worst`` is the worst of all cases.
 """
 
 from __future__ import annotations
@@ -39,27 +44,30 @@ from megatron_dppo.rl.packing import compute_sequence_costs, pack_sequences
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints
 
-SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
-GROUP, GROUPS_PER_RANK = 8, 16
+SHORTEST = 64
+LONGEST = 8192
+MAX_TOKENS = 16384
+GROUP = 8
+GROUPS_PER_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How well one packer did on one list of lengths."""
+    """Figures of one packer on one list of lengths."""
 
     fill: float
-    """Share of the slots that hold real tokens."""
+    """Fraction of slots with real tokens."""
     imbalance: float
-    """FLOPs of the busiest rank over the mean."""
+    """FLOPs of the busiest rank / mean of the ranks."""
     seconds: float
-    """Of processor time, for planning and dealing out."""
+    """Processor seconds to plan packs and assign ranks."""
     overflow: float
-    """Tokens of the fullest pack over ``pack.max_tokens``: above 1 it breaks the limit on
-    memory."""
+    """Tokens of the fullest pack / ``pack.max_tokens``; above 1, the limit on memory is exceeded.
+    """
 
 
 def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
-    """Tokens of a step's sequences, before and after pruning by the default rule."""
+    """Return tokens of a step's sequences, before and after pruning by the default rule."""
     rng = np.random.default_rng(seed)
     groups = ranks * GROUPS_PER_RANK
     prompts = rng.integers(32, 257, groups)
@@ -69,31 +77,28 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
     norms = np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape))
     step = step_metadata(rewards, responses, prompts, score_norms=norms)
     config = Config()
-    kept = prune_minibatch(
-        step, config, resolve_objective(config.loss), keep=config.pruning.completions.share, rng=rng
-    ).kept
+    objective = resolve_objective(config.loss)
+    share = config.pruning.completions.share
+    draw = prune_minibatch(step, config, objective, keep=share, rng=rng)
     sequences = prompts[:, None] + responses
-    return {"whole": sequences.ravel(), "pruned": sequences[kept]}
+    return {"whole": sequences.ravel(), "pruned": sequences[draw.kept]}
 
 
 def ours(lengths: Ints, ranks: int, max_tokens: int = MAX_TOKENS) -> tuple[Packed, int, int]:
-    """With the number of packs and the capacity that it chose."""
+    """Return the figures, the number of packs and the capacity."""
     start = time.process_time()
     packing = pack_sequences(lengths, ranks=ranks, max_tokens=max_tokens)
     seconds = time.process_time() - start
     packs = [list(pack) for rank in packing.packs for pack in rank]
     fullest = max(int(lengths[pack].sum()) for pack in packs)
-    return (
-        Packed(packing.fill, packing.imbalance, seconds, fullest / max_tokens),
-        len(packs),
-        packing.capacity,
-    )
+    result = Packed(packing.fill, packing.imbalance, seconds, fullest / max_tokens)
+    return result, len(packs), packing.capacity
 
 
 def measured(
     packs: list[list[int]], lengths: Ints, ranks: int, start: float, capacity: int | None = None
 ) -> Packed:
-    """Deal out, and measure. ``capacity`` None: the tokens of the fullest pack."""
+    """Assign packs to ranks, and measure. ``capacity`` None: the tokens of the fullest pack."""
     packs = packs + [[] for _ in range(-len(packs) % ranks)]
     work = compute_sequence_costs(lengths)
     load = dealt([float(work[pack].sum()) for pack in packs], ranks)
@@ -104,10 +109,11 @@ def measured(
 
 
 def dealt(work: Sequence[float], ranks: int) -> Floats:
-    """Work of each rank: the longest processing time first, to the least loaded rank, equally many
-    packs to each."""
+    """Return the work of each rank: the longest processing time first, to the least loaded rank,
+    an equal number of packs to each."""
     room = len(work) // ranks
-    load, count = np.zeros(ranks), [0] * ranks
+    load = np.zeros(ranks)
+    count = [0] * ranks
     queue = [(0.0, rank) for rank in range(ranks)]
     heapify(queue)
     for cost in sorted(work, reverse=True):
@@ -120,7 +126,7 @@ def dealt(work: Sequence[float], ranks: int) -> Floats:
 
 
 def first_fit_decreasing(lengths: Ints, capacity: int) -> list[list[int]]:
-    """Longest first, each into the first pack that has room."""
+    """Pack the longest sequence first, into the first pack with room."""
     packs: list[list[int]] = []
     room = np.full(len(lengths), capacity)
     for row in np.argsort(-lengths, kind="stable").tolist():
@@ -133,11 +139,12 @@ def first_fit_decreasing(lengths: Ints, capacity: int) -> list[list[int]]:
 
 
 def karmarkar_karp(lengths: Ints, partitions: int) -> list[list[int]]:
-    """Largest differencing method: of the two partial solutions of the greatest spread, the
-    lightest parts of one join the heaviest of the other, until one solution is left."""
+    """Partition by the largest differencing method: merge the two partial solutions of the greatest
+    spread, the lightest parts with the heaviest, until a single solution is left."""
     solutions = []
     for row, length in enumerate(lengths.tolist()):
-        parts = [(length, [row])] + [(0, [])] * (partitions - 1)  # heaviest first
+        # Parts stay sorted, the heaviest first.
+        parts = [(length, [row])] + [(0, [])] * (partitions - 1)
         solutions.append((-length, row, parts))
     heapify(solutions)
     while len(solutions) > 1:
@@ -155,16 +162,15 @@ def compared(lengths: Ints, ranks: int) -> dict[str, Packed]:
     start = time.process_time()
     results["ffd"] = measured(first_fit_decreasing(lengths, MAX_TOKENS), lengths, ranks, start)
     start = time.process_time()
-    results["ffd_tight"] = measured(
-        first_fit_decreasing(lengths, capacity), lengths, ranks, start, capacity
-    )
+    tight = first_fit_decreasing(lengths, capacity)
+    results["ffd_tight"] = measured(tight, lengths, ranks, start, capacity)
     start = time.process_time()
     results["kk"] = measured(karmarkar_karp(lengths, packs), lengths, ranks, start)
     return results
 
 
 def summary(cases: Sequence[Packed]) -> dict[str, float]:
-    """Median and worst of some cases."""
+    """Return median and worst figures of cases."""
     return {
         "fill": median(case.fill for case in cases),
         "fill_worst": min(case.fill for case in cases),
@@ -195,12 +201,10 @@ def main() -> None:
             }
 
     total = {packer: summary(cases) for packer, cases in everything.items()}
-    worst = {
-        packer: min(
-            ours.fill / other.fill for ours, other in zip(everything["ours"], cases, strict=True)
-        )
-        for packer, cases in everything.items()
-    }
+    worst: dict[str, float] = {}
+    for packer, cases in everything.items():
+        pairs = zip(everything["ours"], cases, strict=True)
+        worst[packer] = min(mine.fill / other.fill for mine, other in pairs)
     result = {
         **total["ours"],
         "fill_over_ffd_worst": worst["ffd"],

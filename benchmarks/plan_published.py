@@ -1,11 +1,10 @@
-"""Compare the planner with published runs: seconds of a step, and of its phases where a source has
-these.
+"""Compare the planner with published runs: seconds of a step, and of the phases if published.
 
     python benchmarks/plan_published.py [--json]
 
-A run has its own settings and mean lengths where these are public, and names each assumption. The
-planner's other assumptions are its defaults. A ratio is planned over published seconds: below 1 the
-planner is too optimistic.
+A run has the public settings and mean lengths, and lists each assumption. All other assumptions are
+the planner's defaults. A ratio is planned / published seconds; below 1, the planner is too
+optimistic.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ class Run:
     prompt: float
     """Mean tokens of a prompt."""
     server_share: float
-    """Fraction of a GPU's memory that a server has."""
+    """Fraction of a GPU's memory for a server."""
     published: dict[str, float]
     """Seconds by phase, or of the whole ``step``."""
     assumed: tuple[str, ...]
-    """Values that are not public, or that the planner has no setting for."""
+    """Values that are not public, or for which the planner lacks a setting."""
     old_pass: bool = False
     """Whether old log-probabilities are computed before a single update, unlike here."""
     server_ranks: int | None = None
-    """Tensor-parallel ranks of a server, where the planner refuses so many."""
+    """Tensor-parallel ranks of a server, if the planner refuses this number."""
 
 
 NEMO = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html, and the recipes that it names"
@@ -127,8 +126,7 @@ RUNS = (
         PUBLISHED["qwen3-32b"],
         (
             *NEMO_SETTINGS, "cluster.nodes=4", "cluster.server_nodes=4", "layout.tp=4",
-            "layout.pp=4",
-            "layout.sequence_parallel=true",
+            "layout.pp=4", "layout.sequence_parallel=true",
             "rollout.servers=[" + ",".join(f"http://s:{i}" for i in range(1, 9)) + "]",
             "rollout.launch.tp=4", "rollout.ahead=1", "pack.max_tokens=4608",
         ),
@@ -144,8 +142,10 @@ RUNS = (
             "rollout.launch.count=16", "rollout.launch.tp=1", "pack.max_tokens=4608",
         ),
         1060, 132, 0.6, {"step": 92.8},
-        (*NEMO_ASSUMED, "its shape is taken for a Qwen3's: the same but for norms of queries and "
-                        "keys"),
+        (
+            *NEMO_ASSUMED,
+            "its shape is taken for a Qwen3's: the same but for norms of queries and keys",
+        ),
     ),
     Run(
         "NeMo-RL 0.6, Qwen3-30B-A3B, 32 H100",
@@ -167,9 +167,11 @@ RUNS = (
             "rollout.launch.tp=8",
         ),
         5698, 110, 0.6, {"step": 395.0},
-        (*NEMO_235B_ASSUMED, *NEMO_ASSUMED[2:], "its servers of 16 ranks are on two nodes each, "
-                                                "which the planner "
-         "refuses; their all-reduces are taken for those within a node"),
+        (
+            *NEMO_235B_ASSUMED, *NEMO_ASSUMED[2:],
+            "its servers of 16 ranks are on two nodes each, which the planner refuses; their "
+            "all-reduces are taken for those within a node",
+        ),
         old_pass=True, server_ranks=16,
     ),
     Run(
@@ -182,9 +184,11 @@ RUNS = (
             "rollout.ahead=1",
         ),
         5721, 110, 0.8, {"step": 231.0},
-        (*NEMO_235B_ASSUMED, "the rate of tokens beside that time fits 199 s, which releases 0.5 "
-                             "(203 s) and 0.7 "
-         "(204 s) are near"),
+        (
+            *NEMO_235B_ASSUMED,
+            "the rate of tokens beside that time fits 199 s, which releases 0.5 (203 s) and 0.7 "
+            "(204 s) are near",
+        ),
         old_pass=True,
     ),
     Run(
@@ -194,9 +198,8 @@ RUNS = (
         (
             "model.dtype=bf16", "rollout.engine=sglang", *COLOCATED, "rollout.prompts_per_step=32",
             "rollout.samples_per_prompt=8", "rollout.max_response_tokens=8192",
-            "data.max_prompt_tokens=1024",
-            "loss.kl_coef=0.001", "cluster.gpu=h200", "cluster.nodes=1", "layout.tp=4",
-            "layout.sequence_parallel=true",
+            "data.max_prompt_tokens=1024", "loss.kl_coef=0.001", "cluster.gpu=h200",
+            "cluster.nodes=1", "layout.tp=4", "layout.sequence_parallel=true",
             "model.recompute=full", "rollout.launch.count=8", "rollout.launch.tp=1",
             "pack.max_tokens=9216",
         ),
@@ -205,8 +208,8 @@ RUNS = (
             "mean length from the report itself: 415 s at 9% of peak are 1.8 million tokens in 256 "
             "samples",
             "the model has linear attention in three layers of four; taken for a dense one of "
-            "nearly its size, whose "
-            "cache is as large as the real one's (heads of 64 instead of 256)",
+            "nearly its size, whose cache is as large as the real one's (heads of 64 instead of "
+            "256)",
             "its optimizer runs on the host, which the planner does not know",
             "weights, which never leave the node, move as they would through NCCL",
             "a pack holds the longest sequence, where the script says 8,192 tokens",
@@ -216,10 +219,9 @@ RUNS = (
 
 
 def plan_run(run: Run) -> StepTime:
-    """Plan a published run with its own lengths and the planner's other assumptions."""
-    config = disable_pruning(
-        load_config(None, [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"])
-    )
+    """Plan a published run with the run's lengths and the planner's other assumptions."""
+    settings = [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"]
+    config = disable_pruning(load_config(None, settings))
     assume = Assumptions(
         response_share=run.response / config.rollout.max_response_tokens,
         prompt_tokens=run.prompt,
@@ -227,18 +229,16 @@ def plan_run(run: Run) -> StepTime:
     )
     placement = assign_gpus(config, run.shape)
     if run.server_ranks is not None:
-        placement = replace(
-            placement, servers=(run.server_ranks,) * (sum(placement.servers) // run.server_ranks)
-        )
+        servers = sum(placement.servers) // run.server_ranks
+        placement = replace(placement, servers=(run.server_ranks,) * servers)
     setup = Setup(config, run.shape, placement, assume)
-    step = estimate_step_time(
-        setup, concurrency=max(estimate_server_memory(setup, resident=0.0).concurrency, 1)
-    )
+    concurrency = estimate_server_memory(setup, resident=0.0).concurrency
+    step = estimate_step_time(setup, concurrency=max(concurrency, 1))
     return with_old_pass(step, ahead=bool(config.rollout.ahead)) if run.old_pass else step
 
 
 def with_old_pass(step: StepTime, *, ahead: bool) -> StepTime:
-    """Add a pass for old log-probabilities, as long as the pass for the reference's."""
+    """Add a pass for old log-probabilities, equal in seconds to the reference's pass."""
     phases = step.phases | {"old log-probabilities": step.phases["reference log-probabilities"]}
     generated = phases["generation"]
     seconds = sum(phases.values())
@@ -248,7 +248,7 @@ def with_old_pass(step: StepTime, *, ahead: bool) -> StepTime:
 
 
 def compare_runs() -> Iterator[dict[str, Any]]:
-    """Yield each published phase beside the planned one."""
+    """Yield each published phase beside the planned phase."""
     for run in RUNS:
         step = plan_run(run)
         planned = {

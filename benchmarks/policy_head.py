@@ -1,20 +1,26 @@
-"""Peak memory and time of the policy head with its loss, forward and backward, against whole
-logits.
+"""Compare peak memory and time of the policy head with whole logits: loss, forward and backward.
 
-    python benchmarks/policy_head.py [--json] [--tokens 8192] [--vocabulary 151936] [--hidden 1024]
-    [--chunk-mib MIB] python benchmarks/policy_head.py --cuda [--tokens 12288] [--hidden 2560] …
+    python benchmarks/policy_head.py [--json] [--tokens 8192] [--vocabulary 151936]
+        [--hidden 1024] [--chunk-mib MIB]
+    python benchmarks/policy_head.py --cuda [--tokens 12288] [--hidden 2560] …
 
-Each way runs in a process of its own. Its peak is the most memory above what it held before the
-forward pass, when hidden states and weight existed, less the weight's gradient, which all ways hand
-over at the end. The naive way is ``log_softmax`` of the logits and a gather; with the default sizes
-it needs some 15 GB, so that fewer tokens are taken where less is free, for all ways, and the report
-says so.
+- Each implementation runs in a separate process.
+- A peak is the growth of memory from the start of the forward pass, when hidden states and weight
+  exist, minus the weight's gradient, which every implementation returns.
+- The naive implementation is ``log_softmax`` of the logits and a gather, some 15 GB at default
+  sizes. If less is free, the tokens are reduced for all implementations; the report has both
+  numbers.
 
-On a CPU everything is in fp32, memory is what is resident, and a way runs once. With ``--cuda``
-weights and hidden states are in bf16, the head adds the weight's gradient to an fp32 buffer that
-exists before, as in training, and it is measured with Triton's kernels and with torch's operators;
-memory is what torch has allocated, and the time is the median of several runs after a first one,
-which compiles. Without a GPU ``--cuda`` ends with exit code 2.
+On a CPU all tensors are in fp32, memory is resident memory, and each implementation runs once.
+
+With ``--cuda``:
+
+- Weights and hidden states are in bf16.
+- The head adds the weight's gradient to an existing fp32 buffer, as in training.
+- The head runs with Triton's kernels, and with torch's operators.
+- Memory is torch's allocated memory.
+- The time is the median of several runs after a first run, which compiles.
+- Without a GPU, the exit code is 2.
 """
 
 from __future__ import annotations
@@ -36,8 +42,7 @@ from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import score_responses
 
 NAIVE_COPIES = 3.2
-"""Tensors of [tokens, vocabulary] in fp32 that the naive way may hold at a time, with room to
-spare."""
+"""fp32 tensors of [tokens, vocabulary] in the naive implementation at once, with a margin."""
 TEMPERATURE = 0.7
 REPEATS = 5
 """Timed runs on a GPU."""
@@ -56,13 +61,13 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Measurement:
     peak_mib: float
-    """Above what was resident before, the weight's gradient left out."""
+    """Growth of memory, without the weight's gradient."""
     seconds: float
-    """Forward and backward."""
+    """Seconds of forward and backward pass."""
 
 
 class PeakAllocated:
-    """How far the memory of tensors on the GPU grew within the ``with`` block, in bytes."""
+    """Growth of the memory of tensors on the GPU within the ``with`` block, in bytes."""
 
     def __enter__(self) -> PeakAllocated:
         torch.cuda.synchronize()
@@ -99,20 +104,20 @@ def chunked(sizes: Sizes) -> Head:
 
 
 def with_operators(sizes: Sizes) -> Head:
-    """On a GPU, without the kernels, in all of this process."""
+    """Replace Triton's kernels by torch's operators on a GPU, in all of this process."""
     mock.patch.object(policy_head, "_select_kernels", lambda on_cuda: policy_head_torch).start()
     return chunked(sizes)
 
 
 def measure(make_head: Callable[[Sizes], Head], sizes: Sizes) -> Measurement:
-    """Run one way in this process."""
+    """Measure one implementation in this process."""
     torch.manual_seed(0)
     head = make_head(sizes)
     kind = {"device": "cuda", "dtype": torch.bfloat16} if sizes.cuda else {}
     small = torch.randn(4, 8, requires_grad=True, **kind)
-    head(
-        small, small, torch.arange(4, device=small.device)
-    ).sum().backward()  # what is allocated once is not counted
+    # Warm up, because allocations that are made once are not counted.
+    small_targets = torch.arange(4, device=small.device)
+    head(small, small, small_targets).sum().backward()
     hidden = torch.randn(sizes.tokens, sizes.hidden, **kind).requires_grad_()
     weight = torch.randn(sizes.vocabulary, sizes.hidden, **kind).mul_(0.02).requires_grad_()
     if sizes.cuda and make_head is not naive:
@@ -143,13 +148,12 @@ def measure(make_head: Callable[[Sizes], Head], sizes: Sizes) -> Measurement:
 
 
 def fit(sizes: Sizes) -> Sizes:
-    """As many tokens as the naive way has room for, at most those asked for."""
+    """Limit the tokens to the naive implementation's room in free memory."""
     fixed = 3 * 4 * sizes.vocabulary * sizes.hidden
     free = torch.cuda.mem_get_info()[0] if sizes.cuda else psutil.virtual_memory().available
-    return replace(
-        sizes,
-        tokens=min(sizes.tokens, int(max(free - fixed, 0) / (NAIVE_COPIES * 4 * sizes.vocabulary))),
-    )
+    token_bytes = NAIVE_COPIES * 4 * sizes.vocabulary
+    room = int(max(free - fixed, 0) / token_bytes)
+    return replace(sizes, tokens=min(sizes.tokens, room))
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""One training among several that take their steps in turn: it waits until it is told to go, and
-measures itself.
+"""Watch a training that takes steps in turn with other trainings: wait before each step, then
+measure the step.
 
-Imports nothing outside the standard library, so that it runs in anyone's environment. What the
-training prints goes to stderr; stdout has one JSON object per step, and stdin a line for each step
-that may begin. The reward of both trainers is here as well.
+- Only the standard library and ``harness.py`` are imported, so that any environment suffices.
+- stdout has a JSON object per step; the training's prints go to stderr.
+- stdin has a line for each step that may begin.
+- ``compute_score`` is the reward of both trainers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness import MIB, own_status
+
 REACH = 40
+"""Least error of a sum with reward 0."""
 
 
 class StepWatch:
-    """Wall-clock and processor seconds of each step, and the memory it peaks at."""
+    """Measure wall-clock seconds, processor seconds and peak memory of each step."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
@@ -29,13 +33,12 @@ class StepWatch:
         self._loaded = 0.0
 
     def turn(self, more: Callable[[], Mapping[str, object]] = dict) -> None:
-        """Between two steps, and before the first: report the last one with ``more`` figures, and
-        wait."""
+        """Report the last step, or the loaded memory before the first step, with the figures of
+        ``more``. Then wait for the next step."""
         if self._start is None:
-            Path("/proc/self/clear_refs").write_text(
-                "5", encoding="ascii"
-            )  # the peak starts over from here
-            self._loaded = resident("VmRSS")
+            # Restart the peak of resident memory.
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self._loaded = own_status("VmRSS") / MIB
             self._say({"loaded_mib": self._loaded, **more()})
         else:
             self._say(self._step() | more())
@@ -44,16 +47,19 @@ class StepWatch:
         self._start = time.perf_counter(), time.process_time()
 
     def finish(self, more: Callable[[], Mapping[str, object]] = dict, **figures: object) -> None:
-        """After the last step."""
+        """Report the last step."""
         self._say(self._step() | more() | figures)
 
     def _step(self) -> dict[str, object]:
         wall, processor = self._start or (0.0, 0.0)
+        seconds = time.perf_counter() - wall
+        cpu_seconds = time.process_time() - processor
+        peak = own_status("VmHWM") / MIB
         return {
-            "seconds": time.perf_counter() - wall,
-            "cpu_seconds": time.process_time() - processor,
-            "peak_mib": resident("VmHWM"),
-            "peak_above_loaded_mib": resident("VmHWM") - self._loaded,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "peak_mib": peak,
+            "peak_above_loaded_mib": peak - self._loaded,
         }
 
     def _say(self, figures: dict[str, object]) -> None:
@@ -61,23 +67,16 @@ class StepWatch:
         self._out.flush()
 
 
-def resident(field: str) -> float:
-    """``VmRSS`` (now) or ``VmHWM`` (peak) of this process, in MiB."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) / 1024
-    raise ValueError(f"this system does not say what {field} is")
-
-
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> float:
-    """1 for the sum after the last number sign, falling to 0 where that is 40 off, or no number.
+    """Return 1 if the right sum follows the last number sign, falling to 0 at an error of 40; 0
+    without a number.
 
-    Rewards differ within almost every group, so that hardly a completion may be left out since its
-    advantage is zero.
+    Rewards differ within almost every group, so that hardly any completion can be left out for a
+    zero advantage.
     """
     answer = solution_str.rpartition("#")[2].strip()
-    return (
-        max(0.0, 1.0 - abs(int(answer) - int(ground_truth)) / REACH) if answer.isdecimal() else 0.0
-    )
+    if not answer.isdecimal():
+        return 0.0
+    return max(0.0, 1.0 - abs(int(answer) - int(ground_truth)) / REACH)
