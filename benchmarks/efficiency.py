@@ -1,25 +1,26 @@
-"""What pruning is worth beside a smaller batch: variance × seconds of the unpruned step over those
-of another step.
+"""Efficiency of pruning beside a smaller batch: variance × seconds of the unpruned step, over
+variance × seconds of another step.
 
-A step of fewer prompts, taken at random, has as much less cost as it has more variance, but for
-what a step costs whatever its size. This ratio, E, is therefore what a rule is worth at the
-gradient noise at which one trains.
+A random 1/k of the prompts divides a step's cost by k, except for fixed cost, and multiplies the
+variance by k. The ratio, E, is therefore the gain of a rule at the training's gradient noise.
 
-At three stages of a real training run, whole windows are rolled out, and the gradient of each
-completion is taken. V₀, the variance of a window's gradient g, is estimated from the window's
-prompts, as ``estimator.py`` says. D is the mean of ‖ĝ − g‖² over draws of a rule on the window,
-with the run's own record of prompts. Since the draws' mean is g, the variance of the step is V₀ +
-D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
+At three stages of a real training run (two on ``smollm2_steps``), whole windows are rolled out, and
+the gradient of each completion is computed.
 
-Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the processor's seconds
-of further steps of the run at all stages, pruned and unpruned, with a quarter of the prompts to
-all. Each completion that is trained on counts its prompt, too.
-
-All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%,
-by leaving each window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of
-the prompts. ``bound`` is the best of two grids of shares: drawn as the rule does, and with more
-knowledge than it can have. This is of each prompt how many of 32 further answers are right, and of
-each completion its true norm.
+- V₀, the variance of a window's gradient g, is estimated from the window's prompts, as in
+  ``estimator.py``.
+- D is the mean of ‖ĝ − g‖² over draws of a rule on the window, with the run's own reward history.
+- The mean of the draws is g, so that the variance of the step is V₀ + D. Under a biased rule, V₀ +
+  D is the mean square error if the bias is uncorrelated with g.
+- Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to processor seconds of
+  further steps of the run at all stages: pruned and unpruned, with a quarter, half or all of the
+  prompts. Tokens trained on include the prompt of each completion.
+- All arms share windows, for comparisons more exact than V₀. Intervals are 95%, by leaving out each
+  window in turn (jackknife).
+- ``smaller_batch`` is an unpruned step of half of the prompts.
+- ``bound`` is the best of two grids of kept fractions: one drawn like the rule, the second with
+  more knowledge than a rule can have, namely right answers among 32 further answers to each prompt,
+  and each completion's true norm.
 
     python benchmarks/efficiency.py [--windows 10] [--draws 60] [--json] [SETTING=VALUE ...]
 """
@@ -58,10 +59,12 @@ from megatron_dppo.settings import load_config
 from megatron_dppo.train import Trainer
 
 SIZES = (0.25, 0.5, 1.0)
-"""Of the steps by whose seconds costs are fitted, in windows."""
+"""Sizes of the steps for the fit of costs, in windows."""
 KEEPS = (1, 0.85, 0.7, 0.5, 0.3), (1, 0.7, 0.5, 0.3, 0.2, "auto")
-"""Shares of prompts and of completions' tokens: the grid."""
-BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "0.85 / auto, the default"
+"""Grid of kept fractions: prompts, and tokens of completions."""
+BASELINE = "unpruned"
+HALF = "unpruned, half of the prompts"
+DEFAULT = "0.85 / auto, the default"
 HALF_OF_TOKENS = ("pruning.completions.keep=0.5",)
 ARMS: Mapping[str, tuple[str, ...]] = {
     BASELINE: OFF,
@@ -87,12 +90,12 @@ ARMS: Mapping[str, tuple[str, ...]] = {
 }
 FRACTIONS = {HALF: 2, "unpruned, a quarter": 4}
 GENEROUS = ("pruning.prompts.floor=0.02", "pruning.max_weight=50")
-"""For the grid and the bound, so that no floor is what limits them."""
+"""Settings of the grid and the bound, chosen so that no floor limits either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the bound knows of a window's prompts, in place of their record. [N] each."""
+    """Knowledge of the bound about a window's prompts, instead of a reward history; [N] each."""
 
     squares: Floats
     tokens: Floats
@@ -103,15 +106,17 @@ class Known:
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
         return self.tokens
 
-    def _nothing(self, prompt_ids: Ints) -> Ints:
+    def _return_zeros(self, prompt_ids: Ints) -> Ints:
         return np.zeros(len(prompt_ids), np.int64)
 
-    last_magnitude = equal_visits = explore = _nothing
+    get_last_magnitude = _return_zeros
+    count_equal_visits = _return_zeros
+    get_exploration = _return_zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An arm's step on one window: means over its draws."""
+    """An arm's step on one window: means over draws."""
 
     noise: float
     """D"""
@@ -120,23 +125,24 @@ class Step:
     generated: float
     trained: float
     estimated: float
-    """``prune/variance_inflation``, by which a run estimates (V₀ + D)/V₀ itself."""
+    """Metric ``prune/variance_inflation``: the run's own estimate of (V₀ + D)/V₀."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an arm prunes."""
+    """An arm's pruning of a window."""
 
     config: Config
     history: PromptForecast | Known
     metadata: StepMetadata
     fraction: int = 1
-    """Of how many prompts one is taken at random, before any rule."""
+    """Before any rule, a random 1/``fraction`` of the prompts is taken."""
 
     def draw(self, rng: np.random.Generator) -> tuple[Floats, float, float, float]:
-        """Scales of all completions [n], tokens generated and trained on, and the estimated
-        inflation."""
-        metadata, pruning = self.metadata, self.config.pruning
+        """Return scales of all completions [n], tokens generated, tokens trained on, and the
+        estimated inflation."""
+        metadata = self.metadata
+        pruning = self.config.pruning
         objective = resolve_objective(self.config.loss)
         if self.fraction > 1:
             count = len(metadata.prompt_ids) // self.fraction
@@ -161,60 +167,57 @@ class Way:
         scales = np.zeros(metadata.rewards.shape)
         if not len(groups):
             return scales.ravel(), 0.0, 0.0, 1.0
-        drawn = prune_minibatch(
-            part, self.config, objective, keep=pruning.completions.share, rng=rng
-        )
-        scales[groups] = np.where(
-            drawn.kept, drawn.weight * drawn.coefficient / drawn.normaliser, 0.0
-        )
+        keep = pruning.completions.share
+        drawn = prune_minibatch(part, self.config, objective, keep=keep, rng=rng)
+        weighted = drawn.weight * drawn.coefficient / drawn.normaliser
+        scales[groups] = np.where(drawn.kept, weighted, 0.0)
+        generated = float(part.response_lengths.sum())
+        trained = float(part.tokens[drawn.kept].sum())
         inflation = compute_variance_inflation([(part, drawn)])
-        return (
-            scales.ravel(),
-            float(part.response_lengths.sum()),
-            float(part.tokens[drawn.kept].sum()),
-            inflation,
-        )
+        return scales.ravel(), generated, trained, inflation
 
     def step(self, window: Window, draws: int) -> Step:
         rng = np.random.default_rng(0)
-        scales, generated, trained, estimated = zip(
-            *(self.draw(rng) for _ in range(draws)), strict=True
-        )
+        drawn = [self.draw(rng) for _ in range(draws)]
+        scales, generated, trained, estimated = zip(*drawn, strict=True)
         noise = float(np.mean(norm(window.gram, np.array(scales) - window.full) ** 2))
         sampling = window.sampling_noise * window.length**2
-        return Step(noise, sampling, *map(statistics.fmean, (generated, trained, estimated)))
+        means = map(statistics.fmean, (generated, trained, estimated))
+        return Step(noise, sampling, *means)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step, of a token generated and of a token trained on."""
+    """Seconds per step, per token generated and per token trained on."""
 
     step: float
     generated: float
     trained: float
 
     def of(self, steps: Sequence[Step]) -> float:
-        generated, trained = (
-            statistics.fmean(getattr(s, name) for s in steps) for name in ("generated", "trained")
-        )
+        generated = statistics.fmean(step.generated for step in steps)
+        trained = statistics.fmean(step.trained for step in steps)
         return self.step + self.generated * generated + self.trained * trained
 
 
 def timed_steps(trainer: Trainer, repeats: int) -> list[tuple[float, float, float, float]]:
-    """Steps of several sizes, each pruned and unpruned, which train on.
+    """Train on, with steps of several sizes, each pruned and unpruned.
 
     Returns:
-        Tokens generated and trained on, and seconds of rolling out and of the rest, of each.
+        A row per step: tokens generated, tokens trained on, processor seconds of the rollouts and
+        of the rest.
     """
-    own, rng, rows = trainer.config, np.random.default_rng(trainer.step), []
+    own = trainer.config
+    rng = np.random.default_rng(trainer.step)
+    rows = []
     unpruned = configured(trainer, *OFF)
-    for size, trainer.config in itertools.product(SIZES * (1 + repeats), (own, unpruned)):
+    for size, config in itertools.product(SIZES * (1 + repeats), (own, unpruned)):
+        trainer.config = config
         count = round(size * own.rollout.prompts_per_step)
         chosen = np.sort(rng.choice(len(trainer.pool), count, replace=False))
         start = time.process_time()
-        rollouts = trainer.roll_out(
-            StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step)
-        )
+        selection = Selection(chosen, np.ones(count), window=count)
+        rollouts = trainer.roll_out(StepRollouts(selection, trainer.step))
         rolled_out = time.process_time()
         learned = trainer.train(trainer.plan(rollouts), rollouts)
         rest = time.process_time() - rolled_out
@@ -222,52 +225,55 @@ def timed_steps(trainer: Trainer, repeats: int) -> list[tuple[float, float, floa
         generated = float(rollouts.metadata.response_lengths.sum())
         rows.append((generated, learned.get("train/tokens", 0.0), rolled_out - start, rest))
     trainer.config = own
-    return rows[2 * len(SIZES) :]  # the first of each warms up
+    # The first step of each size, pruned and unpruned, is a warm-up.
+    return rows[2 * len(SIZES) :]
 
 
 def costs_of(rows: Sequence[tuple[float, float, float, float]]) -> Costs:
-    """Least squares of :func:`timed_steps`' rows. What pruning and packing take goes by the tokens
-    generated."""
+    """Fit costs to rows of :func:`timed_steps`, by least squares."""
     generated, trained, rolling_out, rest = np.array(rows).T
     tokens = np.stack([np.ones(len(rows)), generated, trained], axis=1)
+    # Seconds of pruning and packing are proportional to the tokens generated.
     (once, planning, training), *_ = np.linalg.lstsq(tokens, rest)
     (more, rolling), *_ = np.linalg.lstsq(tokens[:, :2], rolling_out)
     return Costs(float(once + more), float(rolling + planning), float(training))
 
 
 def with_interval(value: Callable[[Sequence[int]], float], windows: int) -> dict[str, Any]:
-    """A figure of all windows, and the 95% interval by leaving each out in turn (the jackknife)."""
+    """Return a figure of all windows, and the 95% interval by leaving out each window in turn
+    (jackknife, with Tukey's pseudo-values)."""
     everything = range(windows)
     found = value(everything)
-    without = (value([i for i in everything if i != left]) for left in everything)
-    _, reach = mean_and_reach(
-        [windows * found - (windows - 1) * each for each in without]
-    )  # Tukey's pseudo-values
+    pseudo_values = []
+    for left in everything:
+        without = value([i for i in everything if i != left])
+        pseudo_values.append(windows * found - (windows - 1) * without)
+    _, reach = mean_and_reach(pseudo_values)
     return {"efficiency": found, "interval": [found - reach, found + reach]}
 
 
 def judged(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, dict[str, Any]]:
-    """E of each arm with what it comes from, relative to the unpruned step."""
+    """Return E of each arm with the parts of E, relative to the unpruned step."""
     found: dict[str, dict[str, Any]] = {}
+    unpruned = steps[BASELINE]
+    unpruned_generated = sum(step.generated for step in unpruned)
+    unpruned_trained = sum(step.trained for step in unpruned)
     for name, own in steps.items():
 
         def efficiency(chosen: Sequence[int], own: Sequence[Step] = own) -> float:
-            base = [steps[BASELINE][i] for i in chosen]
+            base = [unpruned[i] for i in chosen]
             these = [own[i] for i in chosen]
-            return (
-                costs.of(base) * sum(s.sampling for s in base) / (costs.of(these) * variance(these))
-            )
+            sampling = sum(step.sampling for step in base)
+            return costs.of(base) * sampling / (costs.of(these) * variance(these))
 
         sampling = sum(step.sampling for step in own)
         found[name] = {
             **with_interval(efficiency, len(own)),
             "variance": variance(own) / sampling,
             "variance_estimated": statistics.fmean(step.estimated for step in own),
-            "generated": sum(step.generated for step in own)
-            / sum(step.generated for step in steps[BASELINE]),
-            "trained": sum(step.trained for step in own)
-            / sum(step.trained for step in steps[BASELINE]),
-            "seconds": costs.of(own) / costs.of(steps[BASELINE]),
+            "generated": sum(step.generated for step in own) / unpruned_generated,
+            "trained": sum(step.trained for step in own) / unpruned_trained,
+            "seconds": costs.of(own) / costs.of(unpruned),
         }
     return found
 
@@ -278,33 +284,28 @@ def variance(steps: Sequence[Step]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What was measured at a stage."""
+    """Measurements at a stage."""
 
     name: str
     step: int
     accuracy: float
     mixed_groups: float
     steps: dict[str, list[Step]]
-    """Of each arm, on each window."""
+    """Steps of each arm, one per window."""
     timed: list[tuple[float, float, float, float]]
-    """Of :func:`timed_steps`."""
+    """Rows of :func:`timed_steps`."""
 
     def figures(self, costs: Costs) -> dict[str, Any]:
-        """Everything of the stage."""
-        arms, base = judged(self.steps, costs), self.steps[BASELINE]
-        grid, known = (
-            {
-                each.removeprefix(word): found
-                for each, found in arms.items()
-                if each.startswith(word)
-            }
-            for word in ("grid ", "known ")
-        )
-        bests = {
-            name: _best(found)
-            for name, found in (("best_of_grid", grid), ("best_known", known))
-            if found
-        }
+        """Return all figures of the stage."""
+        arms = judged(self.steps, costs)
+        base = self.steps[BASELINE]
+        grid = _select_arms(arms, "grid ")
+        known = _select_arms(arms, "known ")
+        bests = {}
+        if grid:
+            bests["best_of_grid"] = _best(grid)
+        if known:
+            bests["best_known"] = _best(known)
         bound = max(bests.values(), key=lambda found: found["efficiency"])
         own = {each: arms[each] for each in ARMS}
         return {
@@ -315,8 +316,8 @@ class Visit:
             "seconds": dataclasses.asdict(costs),
             "unpruned_step_s": costs.of(base),
             "tokens": {
-                key: statistics.fmean(getattr(step, key) for step in base)
-                for key in ("generated", "trained")
+                "generated": statistics.fmean(step.generated for step in base),
+                "trained": statistics.fmean(step.trained for step in base),
             },
             "arms": own,
             "grid": {keep: found["efficiency"] for keep, found in grid.items()},
@@ -329,8 +330,9 @@ class Visit:
 
 
 def visited(trainer: Trainer, name: str, options: Any) -> Visit:
-    """Measure at a stage."""
-    size, rng = trainer.config.rollout.prompts_per_step, np.random.default_rng(0)
+    """Measure all arms at a stage."""
+    size = trainer.config.rollout.prompts_per_step
+    rng = np.random.default_rng(0)
     chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
     if len(chosen) < options.windows:
         raise SystemExit(
@@ -338,24 +340,36 @@ def visited(trainer: Trainer, name: str, options: Any) -> Visit:
             f"{len(trainer.pool)}"
         )
     configs = {each: configured(trainer, *settings) for each, settings in ARMS.items()}
-    configs |= {
-        f"grid {p} / {c}": configured(trainer, *GENEROUS, *_keeps(p, c))
-        for p in KEEPS[0]
-        for c in KEEPS[1]
-    }
+    for prompts, completions in itertools.product(*KEEPS):
+        settings = (*GENEROUS, *_keeps(prompts, completions))
+        configs[f"grid {prompts} / {completions}"] = configured(trainer, *settings)
     steps: dict[str, list[Step]] = {}
-    right, live = [], []
+    right = []
+    live = []
     for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
         seeds = 1 + number * (options.further + 1)
         stage = measure(trainer, name, prompt_ids, seeds, TASKS[options.task].stride)
         window = Window(stage, trainer.config.loss.name)
-        right.append(float((stage.metadata.rewards == 1.0).mean()))
-        live.append(float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()))
+        rewards = stage.metadata.rewards
+        right.append(float((rewards == 1.0).mean()))
+        live.append(float((np.ptp(rewards, axis=1) > 0.0).mean()))
         for each, way in ways(trainer, stage, configs, seeds + 1, options.further):
             steps.setdefault(each, []).append(way.step(window, options.draws))
         print(f"{name}: window {number + 1} of {len(chosen)}", file=sys.stderr, flush=True)
-    facts = trainer.step, statistics.fmean(right), statistics.fmean(live), steps
-    return Visit(name, *facts, timed_steps(trainer, options.repeats))
+    return Visit(
+        name=name,
+        # Read before the timed steps, which train on.
+        step=trainer.step,
+        accuracy=statistics.fmean(right),
+        mixed_groups=statistics.fmean(live),
+        steps=steps,
+        timed=timed_steps(trainer, options.repeats),
+    )
+
+
+def _select_arms(arms: Mapping[str, dict[str, Any]], prefix: str) -> dict[str, dict[str, Any]]:
+    selected = (name for name in arms if name.startswith(prefix))
+    return {name.removeprefix(prefix): arms[name] for name in selected}
 
 
 def _best(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -368,7 +382,7 @@ def _keeps(prompts: float, completions: float | str) -> tuple[str, str]:
 
 
 def configured(trainer: Trainer, *settings: str) -> Config:
-    """The run's configuration with these settings of pruning."""
+    """Return the run's configuration, with the quickstart's pruning under these settings."""
     pruning = load_config("configs/quickstart.yaml", settings).pruning
     return replace(trainer.config, pruning=pruning)
 
@@ -376,20 +390,21 @@ def configured(trainer: Trainer, *settings: str) -> Config:
 def ways(
     trainer: Trainer, stage: Stage, configs: Mapping[str, Config], seeds: int, further: int
 ) -> Iterator[tuple[str, Way]]:
-    """All arms, the grid, and after so many ``further`` rollouts of the window, of these ``seeds``,
-    the bound."""
-    history, metadata = trainer.sampler.history, stage.metadata
+    """Yield all arms, the grid, and the bound after ``further`` rollouts of the window, with random
+    seeds from ``seeds``."""
+    history = trainer.sampler.history
+    metadata = stage.metadata
     for name, config in configs.items():
         yield name, Way(config, history, metadata, FRACTIONS.get(name, 1))
     if not further:
         return
-    ids, samples = metadata.prompt_ids, metadata.rewards.shape[1]
+    ids = metadata.prompt_ids
+    samples = metadata.rewards.shape[1]
     selection = Selection(ids, np.ones(len(ids)), window=len(ids))
     right, tokens = np.zeros((2, len(ids)))
     for number in range(further):
-        rollouts = trainer.roll_out(
-            StepRollouts(selection, trainer.config.run.steps + seeds + number)
-        )
+        step = trainer.config.run.steps + seeds + number
+        rollouts = trainer.roll_out(StepRollouts(selection, step))
         right += (rollouts.metadata.rewards == 1.0).sum(axis=1)
         tokens += rollouts.metadata.response_lengths.mean(axis=1) / further
     chance = (right + 0.5) / (further * samples + 1.0)

@@ -1,11 +1,13 @@
-"""How well each rule for completions estimates the gradient, on real ones: three stages of a real
-training run.
+"""Error of each completion rule's gradient estimate, at three stages of a real training run.
 
 For every rule and budget of expected kept tokens (rates are found by bisection), over many draws:
-the error E‖∇Ĵ − ∇J‖² / ‖∇J‖², which includes the bias of a biased rule, and the bias ‖E∇Ĵ − ∇J‖ /
-‖∇J‖ with the standard error of its estimate. ``sampling_noise`` is what sampling leaves without any
-pruning: the variance of ∇J over windows of so many independent prompts, over ‖∇J‖², estimated from
-the window's own prompts as N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J.
+
+- ``error``: E‖∇Ĵ − ∇J‖² / ‖∇J‖², including the bias of a biased rule.
+- ``bias``: ‖E∇Ĵ − ∇J‖ / ‖∇J‖, with ``bias_standard_error``, the standard error of the estimate.
+
+``sampling_noise`` is the noise of sampling without any pruning: the variance of ∇J over windows of
+N independent prompts, over ‖∇J‖². The variance is estimated from the window's own N prompts as
+N/(N − 1) Σ_q ‖y_q − ȳ‖², with y_q the part of ∇J due to prompt q.
 
     python benchmarks/estimator.py [--prompts 48] [--samples 8] [--json]
 """
@@ -17,6 +19,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,19 +40,19 @@ from megatron_dppo.rl.types import Floats, StepMetadata
 BUDGETS = (0.5, 0.3, 0.15)
 HELD = ("grpo", "dapo")
 TOLERANCE = 0.03
-"""Relative distance from a budget past which a rule cannot reach it: 0/1 rules move in whole
-completions."""
+"""Relative tolerance of a budget. A rule outside the tolerance cannot meet the budget: 0/1 rules
+move in whole completions."""
 LEAST_ERROR = 1e-3
-"""Errors below count as this in the ratio of neyman's to threshold's: a rule that keeps all that
-teaches has none."""
+"""Least error in the ratio of neyman to threshold: a rule that keeps all completions with an
+advantage has error 0."""
 
 Draw = Callable[[np.random.Generator], tuple[Floats, float]]
-"""One draw: scales of all completions [n], and the tokens of the rows kept."""
+"""A draw: scales of all completions [n], and tokens of the kept rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One estimator at one budget."""
+    """An estimator at a budget."""
 
     stage: str
     objective: str
@@ -57,30 +60,29 @@ class Row:
     max_weight: float
     budget: float
     kept_tokens: float | None
-    """Mean share of the window's row tokens that was kept; None, as what follows, where no rate
-    meets the budget."""
+    """Mean kept fraction of the window's row tokens. This field and the following fields are None
+    if no rate meets the budget."""
     error: float | None = None
     bias: float | None = None
     bias_standard_error: float | None = None
 
 
 class Window:
-    """A stage under an objective: what any scales make of its gradients."""
+    """A stage under an objective: gradient estimates from any scales of the completions."""
 
     def __init__(self, stage: Stage, objective: str) -> None:
-        self.stage, self.objective = stage, OBJECTIVES[objective]
+        self.stage = stage
+        self.objective = OBJECTIVES[objective]
         metadata = self.metadata = stage.metadata
-        self.advantage = estimate_advantages(
-            self.objective.advantage, metadata.rewards, read_columns(metadata)
-        )[..., 0]
+        columns = read_columns(metadata)
+        advantages = estimate_advantages(self.objective.advantage, metadata.rewards, columns)
+        self.advantage = advantages[..., 0]
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
-        self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(
-            np.float64
-        )
+        row_tokens = metadata.prompt_lengths[:, None] + metadata.response_lengths
+        self.cost = row_tokens.astype(np.float64)
         rng = np.random.default_rng(0)
-        everything = prune_minibatch(
-            metadata, self.config(_rules("none")), self.objective, keep=1.0, rng=rng
-        )
+        unpruned = self.config(_rules("none"))
+        everything = prune_minibatch(metadata, unpruned, self.objective, keep=1.0, rng=rng)
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
         if not self.length > 0.0:
@@ -97,7 +99,7 @@ class Window:
 
     @property
     def sampling_noise(self) -> float:
-        """V over ‖∇J‖²."""
+        """Variance of sampling prompts, over ‖∇J‖²."""
         prompts, samples = self.metadata.rewards.shape
         parts = np.zeros((prompts, self.full.size))
         for prompt in range(prompts):
@@ -109,10 +111,8 @@ class Window:
     def judge(self, draw: Draw, draws: int) -> dict[str, float]:
         rng = np.random.default_rng(0)
         made = [draw(rng) for _ in range(draws)]
-        scales, tokens = (
-            np.array([scale for scale, _ in made]),
-            np.array([kept for _, kept in made]),
-        )
+        scales = np.array([scale for scale, _ in made])
+        tokens = np.array([kept for _, kept in made])
         mean = scales.mean(axis=0)
         error = float(np.mean(norm(self.gram, scales - self.full) ** 2)) / self.length**2
         spread = float(np.mean(norm(self.gram, scales - mean) ** 2)) / self.length**2
@@ -126,27 +126,26 @@ class Window:
     def completions(
         self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None
     ) -> Draw:
-        """Draws of a rule for completions; ``metadata`` may tell it other score norms."""
-        ruled, known = self.config(pruning), metadata or self.metadata
+        """Return draws of a completion rule; ``metadata`` may have other score norms."""
+        ruled = self.config(pruning)
+        known = metadata or self.metadata
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             pruned = prune_minibatch(known, ruled, self.objective, keep=keep, rng=rng)
-            scale = np.where(
-                pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0
-            )
+            weighted = pruned.weight * pruned.coefficient / pruned.normaliser
+            scale = np.where(pruned.kept, weighted, 0.0)
             return scale.ravel(), float(self.cost[pruned.kept].sum())
 
         return draw
 
     def uniform(self, share: float, *, all_of_them: bool) -> Draw:
-        """Independent draws with equal probabilities, of all completions or of those with an
-        advantage."""
-        candidates = (
-            np.ones_like(self.cost) if all_of_them else (self.advantage != 0.0).astype(np.float64)
-        )
-        inclusion = (
-            np.minimum(share * self.cost.sum() / (candidates * self.cost).sum(), 1.0) * candidates
-        )
+        """Return independent draws with equal probabilities, from all completions or only from
+        completions with an advantage."""
+        candidates = np.ones_like(self.cost)
+        if not all_of_them:
+            candidates = (self.advantage != 0.0).astype(np.float64)
+        probability = share * self.cost.sum() / (candidates * self.cost).sum()
+        inclusion = np.minimum(probability, 1.0) * candidates
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             kept = draw_bernoulli(inclusion, rng)
@@ -156,25 +155,24 @@ class Window:
         return draw
 
     def importance(self, budget: float) -> Draw:
-        """Importance sampling with replacement, ∝ |A|·c/√cost: Cost-Aware GRPO (arXiv:2604.28020),
-        with c as the loss has it, 1 for ``token_mean``. What is drawn several times is trained on
-        once, with all of its weight, and costs its tokens once. Where all that has an advantage
-        fits into the budget, all of it is kept."""
-        probability = (
-            np.abs(self.advantage) * np.abs(self.full.reshape(self.cost.shape)) / np.sqrt(self.cost)
-        )
+        """Return importance sampling with replacement, ∝ |A|·c/√cost: Cost-Aware GRPO
+        (arXiv:2604.28020), with c of the loss, 1 for ``token_mean``.
+
+        - A completion drawn several times is trained on once, with the whole weight, and costs the
+          tokens once.
+        - If all completions with an advantage fit into the budget, all are kept.
+        """
+        factor = np.abs(self.full.reshape(self.cost.shape))
+        probability = np.abs(self.advantage) * factor / np.sqrt(self.cost)
         live = probability > 0.0
         probability = (probability / probability.sum()).ravel()
 
         def at(draws: float) -> Draw:
             def draw(rng: np.random.Generator) -> tuple[Floats, float]:
                 count = rng.multinomial(round(draws), probability)
-                weight = np.divide(
-                    count,
-                    round(draws) * probability,
-                    out=np.zeros_like(probability),
-                    where=count > 0,
-                )
+                expected = round(draws) * probability
+                zeros = np.zeros_like(probability)
+                weight = np.divide(count, expected, out=zeros, where=count > 0)
                 return self.full * weight, float(self.cost.ravel()[count > 0].sum())
 
             return draw
@@ -184,9 +182,10 @@ class Window:
         low, high = 1.0, 1e3 * self.cost.size
         while high - low > 1.0:
             middle = (low + high) / 2
-            low, high = (
-                (middle, high) if expected_tokens(self, at(middle)) < budget else (low, middle)
-            )
+            if expected_tokens(self, at(middle)) < budget:
+                low = middle
+            else:
+                high = middle
         return at(high)
 
 
@@ -200,8 +199,9 @@ def _rules(rule: str, *, max_weight: float = 5.0, **more: object) -> PruningConf
 
 
 def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
-    """Every estimator at every budget."""
-    window, norms = Window(stage, objective), stage.unit_norms
+    """Yield a row for every estimator at every budget."""
+    window = Window(stage, objective)
+    norms = stage.unit_norms
     told = {
         "neyman": None,
         "neyman, advantage": dataclasses.replace(stage.metadata, score_norms=np.ones_like(norms)),
@@ -223,28 +223,25 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
             ("importance", math.inf, window.importance(budget)),
         ]
         for name, pruning, metadata in ruled:
-            draw = at_budget(
-                window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m)
-            )
-            found.append((name, pruning.max_weight, draw))
+            at = partial(window.completions, pruning, metadata=metadata)
+            found.append((name, pruning.max_weight, at_budget(window, budget, at)))
         for name, weight, draw in found:
             row = Row(stage.name, objective, name, weight, budget, None)
             yield row if draw is None else dataclasses.replace(row, **window.judge(draw, draws))
 
 
 def expected_tokens(window: Window, draw: Draw, draws: int = 60) -> float:
-    """Mean share of the row tokens that a draw keeps, over the same random numbers every time."""
+    """Return the mean fraction of row tokens that a draw keeps, with the same random numbers in
+    every call."""
     rng = np.random.default_rng(1)
     return float(np.mean([draw(rng)[1] for _ in range(draws)]) / window.cost.sum())
 
 
 def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Draw | None:
-    """The rule at the rate at which it keeps ``budget`` of the tokens, by bisection; None if no
-    rate does.
-
-    Where all that has an advantage fits into the budget, a rule that keeps all of that, and drops
-    the rest, is within.
-    """
+    """Return the rule at the rate that keeps ``budget`` of the tokens, by bisection; None without
+    such a rate."""
+    # If all completions with an advantage fit into the budget, a rule that keeps exactly these
+    # completions is within budget.
     if expected_tokens(window, at(1.0)) <= budget:
         return at(1.0)
     low, high = 0.0, 1.0
@@ -259,24 +256,22 @@ def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Dra
 
 
 def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
-    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an
-    advantage.
+    """Return Pearson's correlations of the true norms ‖Σ_t ∇log p_t‖ with each proxy, over
+    completions with an advantage.
 
     Args:
-        stage: what was measured.
-        weighed: by |A|/L, as norms and proxies enter the sums of ``seq_mean``; ``advantage`` is a
-            proxy of 1 then.
+        stage: the measured stage.
+        weighed: whether to weight norms and proxies by |A|/L, as in the sums of ``seq_mean``;
+            ``advantage`` is then the constant proxy 1.
     """
     metadata = stage.metadata
     live = np.ptp(metadata.rewards, axis=1) > 0.0
     lengths = metadata.response_lengths.astype(np.float64)
     plain = {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
     proxies = {"engine": metadata.score_norms, **plain}
-    share = (
-        np.abs(compute_group_advantages(metadata.rewards, normalise=True)) / lengths
-        if weighed
-        else np.ones_like(lengths)
-    )
+    share = np.ones_like(lengths)
+    if weighed:
+        share = np.abs(compute_group_advantages(metadata.rewards, normalise=True)) / lengths
     norms = (share * stage.unit_norms)[live].ravel()
     return {
         name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1])
@@ -285,20 +280,19 @@ def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
 
 
 def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, object]:
-    """Geometric mean of the errors' ratio over objectives, stages and budgets at which both are
-    feasible, and each."""
+    """Return the errors' ratio of each objective, stage and budget that is feasible for both rules,
+    and the geometric mean of all ratios."""
     errors = {
         (row.rule, row.stage, row.objective, row.budget): max(row.error, LEAST_ERROR)
         for row in rows
         if row.max_weight == max_weight and row.error is not None
     }
-    ratios = {
-        f"{stage} {objective} {budget:g}": error / other
-        for (rule, stage, objective, budget), error in errors.items()
-        if rule == "neyman"
-        and (other := errors.get(("threshold", stage, objective, budget)))
-        and other > LEAST_ERROR  # else the budget holds all that teaches, and nothing is compared
-    }
+    ratios = {}
+    for (rule, stage, objective, budget), error in errors.items():
+        other = errors.get(("threshold", stage, objective, budget), LEAST_ERROR)
+        # At the least error, the budget holds all completions with an advantage: no comparison.
+        if rule == "neyman" and other > LEAST_ERROR:
+            ratios[f"{stage} {objective} {budget:g}"] = error / other
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
     return {"max_weight": max_weight, "ratio": mean, "cells": ratios}
 
@@ -319,13 +313,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
         for stage in training_stages(TASKS["sums"], *sizes, options.settings, first_prompts):
-            rows += [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
+            for objective in HELD:
+                rows += rows_of(stage, objective, options.draws)
+            rewards = stage.metadata.rewards
             stages.append(
                 {
                     "stage": stage.name,
                     "step": stage.step,
-                    "accuracy": float((stage.metadata.rewards == 1.0).mean()),
-                    "mixed_groups": float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()),
+                    "accuracy": float((rewards == 1.0).mean()),
+                    "mixed_groups": float((np.ptp(rewards, axis=1) > 0.0).mean()),
                     "sampling_noise": {
                         objective: Window(stage, objective).sampling_noise for objective in HELD
                     },
@@ -333,15 +329,20 @@ def main() -> None:
                     "correlation_of_terms": correlations(stage, weighed=True),
                 }
             )
-    default, light = (neyman_over_threshold(rows, weight) for weight in (5.0, 20.0))
+    default = neyman_over_threshold(rows, 5.0)
+    light = neyman_over_threshold(rows, 20.0)
+    stored = []
+    for row in rows:
+        fields = asdict(row)
+        # JSON has no infinity.
+        if math.isinf(row.max_weight):
+            fields["max_weight"] = None
+        stored.append(fields)
     report = {
         "neyman_over_threshold": default["ratio"],
         "by_max_weight": [default, light],
         "stages": stages,
-        "rows": [
-            asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight}
-            for row in rows
-        ],
+        "rows": stored,
     }
     finish(report, options)
 

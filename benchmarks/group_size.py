@@ -1,15 +1,16 @@
-"""Completions per prompt, judged by gradient noise × seconds at the same number of completions a
-step.
+"""Completions per prompt, compared by gradient noise × seconds at equal completions per step.
 
 At three stages of a training run with groups of 16, windows are rolled out and the gradient of each
-completion is taken, as in ``efficiency.py``. Groups of 2, 4 and 8 are parts of those of 16, with
-advantages of their own. A step of M completions has M / G prompts. Its relative noise is the
-variance of the gradient over the square of its mean's length. The mean depends on G, since
-advantages do. Its square is estimated from products between different prompts.
+completion is computed, as in ``efficiency.py``. Groups of 2, 4 and 8 are parts of the groups of 16,
+with separate advantages. A step of M completions has M / G prompts.
 
-``efficiency`` of G is relative noise × seconds of groups of 8 over that of groups of G, both
-unpruned or both with the default pruning of completions. Seconds are those of ``efficiency.py``.
-Intervals are 95%, by leaving each window out in turn (the jackknife).
+- Relative noise of a step: variance of the gradient over the squared length of the mean gradient.
+  The mean depends on G, since advantages do. The squared length is estimated from products between
+  different prompts.
+- ``efficiency`` of G: relative noise × seconds of groups of 8, over relative noise × seconds of
+  groups of G. Both are unpruned, or both have the default pruning of completions.
+- Seconds are fitted as in ``efficiency.py``. Intervals are 95%, by leaving out each window in turn
+  (jackknife).
 
     python benchmarks/group_size.py [--task sums] [--windows 10] [--json]
 """
@@ -46,7 +47,8 @@ from training_stages import TASKS, Stage, measure, training_stages
 from megatron_dppo.api import step_metadata
 from megatron_dppo.train import Trainer
 
-LARGEST, USUAL = 16, 8
+LARGEST = 16
+USUAL = 8
 SIZES = (2, 4, USUAL, LARGEST)
 ARMS = {BASELINE: OFF, "completions auto": pruned("none", "neyman")}
 
@@ -57,21 +59,20 @@ class Step:
 
     variance: float
     signal: float
-    """An unbiased estimate of the square of the mean gradient's length."""
+    """Unbiased estimate of the squared length of the mean gradient."""
     generated: float
     trained: float
 
 
 def regrouped(stage: Stage, size: int) -> Stage:
-    """The same completions in smaller groups, as if each were of another prompt."""
-    of = stage.metadata
-    rewards, lengths, norms = (
-        each.reshape(-1, size) for each in (of.rewards, of.response_lengths, of.score_norms)
-    )
-    asked = np.repeat(of.prompt_lengths, LARGEST // size)
-    return dataclasses.replace(
-        stage, metadata=step_metadata(rewards, lengths, asked, score_norms=norms)
-    )
+    """Return the completions in smaller groups, as if each group had another prompt."""
+    whole = stage.metadata
+    rewards = whole.rewards.reshape(-1, size)
+    lengths = whole.response_lengths.reshape(-1, size)
+    norms = whole.score_norms.reshape(-1, size)
+    prompt_lengths = np.repeat(whole.prompt_lengths, LARGEST // size)
+    metadata = step_metadata(rewards, lengths, prompt_lengths, score_norms=norms)
+    return dataclasses.replace(stage, metadata=metadata)
 
 
 def step_of(stage: Stage, size: int, trainer: Trainer, settings: Sequence[str], draws: int) -> Step:
@@ -89,16 +90,17 @@ def step_of(stage: Stage, size: int, trainer: Trainer, settings: Sequence[str], 
 
 
 def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
-    count, rng = trainer.config.rollout.prompts_per_step, np.random.default_rng(0)
+    count = trainer.config.rollout.prompts_per_step
+    rng = np.random.default_rng(0)
     chosen = rng.permutation(len(trainer.pool))[: options.windows * count].reshape(-1, count)
     steps: dict[tuple[str, int], list[Step]] = {}
     for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
         stage = measure(trainer, name, prompt_ids, 1 + number, TASKS[options.task].stride)
         for arm, settings in ARMS.items():
             for size in SIZES:
-                steps.setdefault((arm, size), []).append(
-                    step_of(stage, size, trainer, settings, options.draws)
-                )
+                step = step_of(stage, size, trainer, settings, options.draws)
+                steps.setdefault((arm, size), []).append(step)
+    # Read the stage's step before the timed steps, which train on.
     at = trainer.step
     costs = costs_of(timed_steps(trainer, repeats=8))
     return {
@@ -112,7 +114,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
 def judged(
     steps: Mapping[tuple[str, int], Sequence[Step]], costs: Costs
 ) -> dict[str, dict[str, Any]]:
-    """E of each size, by arm."""
+    """Return E of each size, by arm."""
 
     def worth(own: Sequence[Step]) -> float:
         signal = sum(step.signal for step in own)
@@ -125,11 +127,11 @@ def judged(
             return worth([own[i] for i in chosen]) / worth([steps[arm, USUAL][i] for i in chosen])
 
         usual = steps[arm, USUAL]
+        trained = statistics.fmean(s.trained for s in own)
         found[arm][str(size)] = {
             **with_interval(efficiency, len(own)),
             "noise": sum(s.variance for s in own) / sum(s.signal for s in own),
-            "trained": statistics.fmean(s.trained for s in own)
-            / statistics.fmean(s.trained for s in usual),
+            "trained": trained / statistics.fmean(s.trained for s in usual),
         }
     return found
 

@@ -1,9 +1,9 @@
-"""The parts that benchmarks share: arguments, repeats in turn, paired ratios, peak memory,
-processes, the JSON line.
+"""Shared parts of the benchmarks: arguments, alternating runs, paired ratios, peak memory,
+processes and the JSON line.
 
-A script gets its parser from ``arguments``, measures a baseline and a candidate by ``in_turn``,
-compares them by ``paired_ratio``, and ends with ``finish``. Nothing is imported here that an
-environment without the package lacks.
+A script gets a parser from ``arguments``, measures baseline and candidate with ``in_turn``,
+compares both with ``paired_ratio``, and ends with ``finish``. All imports are of the standard
+library, because some environments lack the package.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-WARM_UP, TIMED = 2, 5
+WARM_UP = 2
+TIMED = 5
 T = TypeVar("T")
 T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
-"""Student's t at 97.5% for 1, 2, … degrees of freedom; the last one is taken for more."""
+"""Student's t at 97.5% for 1, 2, … degrees of freedom; the last value also serves for more."""
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
-"""A file of each script of which figures were recorded: by command, its figures and their
-origin."""
+"""Folder of recorded figures: a file per script, with figures and origin by command."""
 
 
 def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
-    """A parser with ``--json`` and one option for each keyword.
+    """Return a parser with ``--json``, ``--record`` and one option per keyword.
 
     Args:
         description: the script's docstring.
-        options: the default, or a pair of the default and the help. False makes a flag, a list an
-            option of several values, a type an option without a default.
+        options: default, or (default, help). False makes a flag, a list an option of several
+            values, a type an option without a default.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,18 +69,19 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
 
 
 def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Print a line for each figure unless ``--json`` is set, then all figures as one JSON object on
-    the last line."""
+    """Print a line per figure unless ``--json`` is set, then all figures as one JSON object on the
+    last line."""
     if not options.json:
         for name, value in _flat("", figures):
-            print(f"{name:<44} {value:.4g}" if isinstance(value, float) else f"{name:<44} {value}")
+            text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
+            print(f"{name:<44} {text}")
     if options.record:
         record(figures)
     print(json.dumps(figures))
 
 
 def record(figures: Mapping[str, Any]) -> None:
-    """Store figures with their origin, under this command, in the script's file of
+    """Store figures and origin, under this command, in the script's file of
     ``benchmarks/results``."""
     script, *words = sys.argv
     given = shlex.join(word for word in words if word not in ("--json", "--record"))
@@ -91,19 +92,17 @@ def record(figures: Mapping[str, Any]) -> None:
 
 
 def origin() -> dict[str, str]:
-    """The commit of the checkout, the date, and the processor."""
-    commit = subprocess.check_output(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, text=True
-    ).strip()
-    names = re.findall(
-        r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="ascii"), re.MULTILINE
-    )
+    """Return the checkout's commit, the date and the processor."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.check_output(command, cwd=RESULTS, text=True).strip()
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii")
+    names = re.findall(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     processor = f"{len(names)} cores, {names[0]}" if names else platform.machine()
     return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "processor": processor}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested figures, their names joined by points; lists of numbers stay whole."""
+    """Yield the leaves of nested figures, names joined by points; lists of numbers stay whole."""
     if isinstance(value, list) and any(isinstance(each, dict) for each in value):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -116,11 +115,10 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def in_turn(
     contenders: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1
 ) -> dict[str, list[T]]:
-    """Call all contenders in every round, so that a noisy machine treats them alike.
+    """Call all contenders in every round, so that a noisy machine affects all equally.
 
     Returns:
-        The results of each contender, ``repeats`` of them: those of the first ``warm_up`` rounds
-        are dropped.
+        ``repeats`` results per contender; results of the first ``warm_up`` rounds are dropped.
     """
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for number in range(warm_up + repeats):
@@ -132,8 +130,8 @@ def in_turn(
 
 
 def timed(work: Callable[[], T], wait: Callable[[], object] = lambda: None) -> tuple[float, T]:
-    """Seconds of one call, and its result. ``wait`` is called before and after it, for a device to
-    finish."""
+    """Return seconds and result of one call. ``wait`` is called before and after ``work``, so that
+    a device finishes."""
     wait()
     start = time.perf_counter()
     result = work()
@@ -142,14 +140,13 @@ def timed(work: Callable[[], T], wait: Callable[[], object] = lambda: None) -> t
 
 
 def median_seconds(work: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
-    """Return the median seconds of ``TIMED`` calls, after ``WARM_UP`` calls that are not
-    counted."""
+    """Return median seconds of ``TIMED`` calls, after ``WARM_UP`` uncounted calls."""
     times = [timed(work, wait)[0] for _ in range(WARM_UP + TIMED)]
     return statistics.median(times[WARM_UP:])
 
 
 def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95% interval by Student's t, infinite for a single
+    """Return the mean, and half the width of the 95% interval by Student's t; infinite for a single
     value."""
     free = len(values) - 1
     if not free:
@@ -159,28 +156,25 @@ def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_ratio(baseline: Sequence[float], candidate: Sequence[float]) -> dict[str, Any]:
-    """The geometric mean of baseline over candidate, pair by pair, with its 95% interval; None for
-    a single pair."""
-    mean, reach = mean_and_reach(
-        [math.log(one / other) for one, other in zip(baseline, candidate, strict=True)]
-    )
+    """Return the geometric mean of baseline over candidate, pair by pair, with a 95% interval; the
+    interval of a single pair is None."""
+    pairs = zip(baseline, candidate, strict=True)
+    mean, reach = mean_and_reach([math.log(one / other) for one, other in pairs])
     interval = [math.exp(mean - reach), math.exp(mean + reach)] if math.isfinite(reach) else None
     return {"ratio": math.exp(mean), "interval": interval, "pairs": len(baseline)}
 
 
 def own_status(field: str, file: str = "status") -> int:
-    """A number of this process from ``/proc/self``: bytes for fields in kB, such as ``RssAnon`` or
-    ``VmHWM``."""
-    lines = (
-        line.partition(":")
-        for line in Path("/proc/self", file).read_text(encoding="ascii").splitlines()
-    )
+    """Return a number of this process from ``/proc/self``: bytes for fields in kB, such as
+    ``RssAnon`` or ``VmHWM``."""
+    status = Path("/proc/self", file).read_text(encoding="ascii")
+    lines = (line.partition(":") for line in status.splitlines())
     words = next(value.split() for name, _, value in lines if name == field)
     return int(words[0]) * (1024 if words[-1] == "kB" else 1)
 
 
 class PeakMemory:
-    """The most memory of this process within the ``with`` block, in bytes, sampled by a thread.
+    """Peak memory of this process within the ``with`` block, in bytes, sampled by a thread.
 
     Args:
         field: ``VmRSS`` (resident) or ``RssAnon`` (anonymous).
@@ -188,7 +182,8 @@ class PeakMemory:
     """
 
     def __init__(self, field: str, every_s: float = 0.002) -> None:
-        self._field, self._every_s = field, every_s
+        self._field = field
+        self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -208,15 +203,15 @@ class PeakMemory:
 
     @property
     def grown(self) -> int:
-        """The peak above the memory at the block's begin."""
+        """Peak minus memory at the start of the block, in bytes."""
         return self.peak - self.before
 
 
 def in_own_process(function: Callable[..., T], *given: Any) -> T:
-    """The result of a function of a module, called in a fresh process.
+    """Return the result of a module's function, called in a fresh process.
 
     Raises:
-        SystemExit: the process failed; its traceback is on standard error.
+        SystemExit: the process failed; the traceback is on standard error.
     """
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[T] = context.Queue()
@@ -225,9 +220,8 @@ def in_own_process(function: Callable[..., T], *given: Any) -> T:
     while process.is_alive() and results.empty():
         process.join(0.2)
     if results.empty() and process.exitcode:
-        raise SystemExit(
-            f"{function.__name__}: the process ended with exit code {process.exitcode}"
-        )
+        code = process.exitcode
+        raise SystemExit(f"{function.__name__}: the process ended with exit code {code}")
     found = results.get(timeout=60)
     process.join()
     return found
@@ -240,8 +234,7 @@ def _put(
 
 
 def be_the_only_rank() -> None:
-    """Set the variables by which this process finds itself alone in its process group, on a free
-    port."""
+    """Set the environment variables of a process group of this process alone, on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -250,11 +243,10 @@ def be_the_only_rank() -> None:
 
 
 def package_command(command: str, *words: str) -> None:
-    """Run a command of the package in a process of its own, its output on standard error.
+    """Run a command of the package in a separate process, with output on standard error.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
-    subprocess.run(
-        [sys.executable, "-m", "megatron_dppo", command, *words], check=True, stdout=sys.stderr
-    )
+    program = [sys.executable, "-m", "megatron_dppo", command, *words]
+    subprocess.run(program, check=True, stdout=sys.stderr)

@@ -1,21 +1,23 @@
-"""Held-out accuracy over seconds: SmolLM2-135M on problems of two steps, unpruned, pruned and by
+"""Held-out accuracy over seconds: SmolLM2-135M on problems of two steps; unpruned, pruned and with
 TRL.
 
     python benchmarks/real_curves.py [--seeds 3] [--arms "TRL, 16 prompts"] [--earlier FILE]
     [--picture PNG] [--json]
 
-All arms start from the policy that ``configs/smollm2_steps.yaml`` says how to make, and train on
-its problems at a constant learning rate, each on two cores for about ten minutes. Seed by seed they
-run in turn. Seconds are those of the steps, without evaluations and the start. TRL's GRPOTrainer
-has bf16 by autocast, with which its steps were faster than in fp32; its policy is saved now and
-then, and evaluated as the others are.
-
-Held-out accuracy is the mean over four answers to each problem, sampled as rollouts are. Times to
-an accuracy are interpolated between evaluations. ``time_to_accuracy_ratio`` is that of the unpruned
-arm over each, the geometric mean over the seeds with its 95% interval; None where an arm did not
-come so far. ``compute_tail_fraction`` has, for each run that ended before, how many times as long
-as the unpruned one it had taken by then. ``equal_noise`` compares whole runs: ``EQUAL_NOISE`` has
-the learning rate, the prompts and the number of steps of ``LIKE``, with ``pruning.target_noise=1``.
+- All arms start from the policy of ``configs/smollm2_steps.yaml``, whose comments describe how to
+  make the policy. All train on the problems of that file at a constant learning rate, each arm on
+  two cores for about ten minutes. Seed by seed, the arms run in turn.
+- Seconds are of steps, without evaluations and start-up.
+- TRL's GRPOTrainer trains in bf16 by autocast, because steps in fp32 were slower. TRL's policy is
+  saved at intervals, and evaluated like the policies of the remaining arms.
+- Held-out accuracy is the mean over four answers to each problem, sampled like rollouts. Times to
+  an accuracy are interpolated between evaluations.
+- ``time_to_accuracy_ratio``: time of the unpruned arm over time of the arm, geometric mean over the
+  seeds with a 95% interval; None if an arm did not reach the accuracy.
+- ``longer_than``: seconds of each run that ended below the accuracy, over seconds of the unpruned
+  run to the accuracy.
+- ``equal_noise`` compares whole runs: ``EQUAL_NOISE`` has learning rate, prompts and number of
+  steps of ``LIKE``, with ``pruning.target_noise=1``.
 """
 
 from __future__ import annotations
@@ -41,23 +43,27 @@ from megatron_dppo.observe.metrics import read_metrics
 
 HERE = Path(__file__).parent
 CONFIG = "configs/smollm2_steps.yaml"
-TRL, BASELINE = "TRL, 16 prompts", "unpruned, 32 prompts"
-LIKE, EQUAL_NOISE = "unpruned, 16 prompts", "equal noise, 16 prompts"
+TRL = "TRL, 16 prompts"
+BASELINE = "unpruned, 32 prompts"
+LIKE = "unpruned, 16 prompts"
+EQUAL_NOISE = "equal noise, 16 prompts"
 SIXTEEN = "rollout.prompts_per_step=16"
-TRL_PROMPTS, SAMPLES, MAX_TOKENS = 16, 8, 40
+TRL_PROMPTS = 16
+SAMPLES = 8
+MAX_TOKENS = 40
 ASKED = ("eval.samples=4", "eval.problems=200")
 EVALUATIONS = 4
-"""Evaluations of a run after the one before its first step."""
+"""Evaluations of a run, after the evaluation before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train."""
+    """Settings of a training."""
 
     steps: int
     lr: float
-    """For 16 unpruned prompts 4e-5, where 8e-5 lost accuracy; for other steps that over the root of
-    their noise."""
+    """4e-5 for 16 unpruned prompts: 8e-5 lost accuracy. For other steps, 4e-5 over the root of the
+    noise, relative to 16 unpruned prompts."""
     settings: tuple[str, ...]
     colour: str
 
@@ -71,12 +77,17 @@ ARMS = {
     TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
 Points = list[tuple[float, float]]
-"""Seconds of all steps so far, and held-out accuracy."""
+"""At each evaluation: seconds of all previous steps, and held-out accuracy."""
 
 
 def trained(words: Sequence[str], folder: Path, *, seed: int) -> list[dict[str, float]]:
-    """The rows of metrics of one run of ``words``, a configuration and its overrides; its folder is
-    gone afterwards."""
+    """Train, return the rows of metrics, and remove the run's folder.
+
+    Args:
+        words: a configuration and overrides.
+        folder: folder of the run.
+        seed: random seed of the run.
+    """
     own = (f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0")
     package_command("train", *words, *own)
     rows = read_metrics(folder)
@@ -85,7 +96,7 @@ def trained(words: Sequence[str], folder: Path, *, seed: int) -> list[dict[str, 
 
 
 def by_us(own: Arm, words: Sequence[str], seed: int, folder: Path) -> list[dict[str, float]]:
-    """The rows of a training by this project's trainer."""
+    """Train with this project's trainer, and return the rows of metrics."""
     settings = [
         f"run.steps={own.steps}",
         f"eval.every={own.steps // EVALUATIONS}",
@@ -95,8 +106,8 @@ def by_us(own: Arm, words: Sequence[str], seed: int, folder: Path) -> list[dict[
 
 
 def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[str, float]]:
-    """The rows of a training by TRL's GRPOTrainer: a step's seconds, and the accuracy where it was
-    saved."""
+    """Train with TRL's GRPOTrainer; return a row per step, with seconds, and with the accuracy of a
+    saved policy."""
     steps = options.trl_steps
     every = steps // EVALUATIONS
     settings = {
@@ -104,22 +115,24 @@ def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[st
         "save_strategy": "steps",
         "save_steps": every,
         "save_only_model": True,
+        "seed": seed,
+        "bf16": True,
     }
     asked: dict[str, object] = {
         "policy": str(options.folder / "warm"),
         "pool": str(options.folder / "train.jsonl"),
-    }
-    asked |= {
         "prompts": TRL_PROMPTS,
         "samples": SAMPLES,
         "max_response_tokens": MAX_TOKENS,
         "steps": steps,
+        "batch": 16,
+        "lr": ARMS[TRL].lr,
+        "threads": 2,
+        "reward": "calculation",
+        "settings": settings,
     }
-    asked |= {"batch": 16, "lr": ARMS[TRL].lr, "threads": 2, "reward": "calculation"}
-    asked |= {"settings": settings | {"seed": seed, "bf16": True}}
-    watched = Process(
-        TRL, [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)], folder.with_suffix(".log")
-    )
+    command = [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)]
+    watched = Process(TRL, command, folder.with_suffix(".log"))
     try:
         watched.heard()
         for _ in range(steps):
@@ -127,9 +140,8 @@ def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[st
         watched.process.wait(timeout=600)
     finally:
         watched.process.kill()
-    rows: list[dict[str, float]] = [
-        {"step": 0, "eval/accuracy": accuracy_of(options.folder / "warm", options, folder)}
-    ]
+    initial = accuracy_of(options.folder / "warm", options, folder)
+    rows: list[dict[str, float]] = [{"step": 0, "eval/accuracy": initial}]
     for step, told in enumerate(watched.steps, start=1):
         rows.append({"step": step, "perf/step_time": told["seconds"]})
         if step % every == 0:
@@ -138,11 +150,10 @@ def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[st
 
 
 def accuracy_of(policy: Path, options: argparse.Namespace, folder: Path) -> float:
-    """Held-out accuracy of a policy."""
+    """Return a policy's held-out accuracy."""
     out = folder / f"answers-{policy.name}"
-    package_command(
-        "eval", CONFIG, *ASKED, *data_of(options), f"model.path={policy}", f"eval.out={out}"
-    )
+    settings = [*ASKED, *data_of(options), f"model.path={policy}", f"eval.out={out}"]
+    package_command("eval", CONFIG, *settings)
     scores = json.loads((out / "scores.json").read_text(encoding="utf-8"))
     (found,) = scores["benchmarks"].values()
     return float(found["avg@k"]["value"])
@@ -150,8 +161,8 @@ def accuracy_of(policy: Path, options: argparse.Namespace, folder: Path) -> floa
 
 def data_of(options: argparse.Namespace) -> list[str]:
     return [
-        f"data.{name}={options.folder / file}.jsonl"
-        for name, file in (("train", "train"), ("eval", "held_out"))
+        f"data.train={options.folder / 'train'}.jsonl",
+        f"data.eval={options.folder / 'held_out'}.jsonl",
     ]
 
 
@@ -164,7 +175,8 @@ def points_of(rows: Sequence[dict[str, float]]) -> Iterator[tuple[float, float]]
 
 
 def seconds_to(points: Points, accuracy: float) -> float | None:
-    """When the line through the evaluations first reaches an accuracy; None if it does not."""
+    """Return the seconds at which the line through the evaluations first reaches an accuracy, or
+    None."""
     for (start, below), (end, value) in pairwise(points):
         if below >= accuracy:
             return start
@@ -173,17 +185,30 @@ def seconds_to(points: Points, accuracy: float) -> float | None:
     return None
 
 
+def points_by_seed(runs: Sequence[dict[str, Any]], name: str) -> dict[int, Points]:
+    return {run["seed"]: run["points"] for run in runs if run["arm"] == name}
+
+
 def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict[str, Any]:
-    """An arm beside the unpruned one, over the seeds that both have."""
-    points: dict[str, dict[int, Points]] = {
-        each: {run["seed"]: run["points"] for run in runs if run["arm"] == each}
-        for each in (BASELINE, name)
-    }
-    own = points[name]
-    seeds = sorted(own.keys() & points[BASELINE].keys())
-    times = {each: [seconds_to(points[each][seed], accuracy) for seed in seeds] for each in points}
-    reached = all(None not in each for each in times.values())
+    """Compare an arm with the unpruned arm, over the seeds of both."""
+    base = points_by_seed(runs, BASELINE)
+    own = points_by_seed(runs, name)
+    seeds = sorted(own.keys() & base.keys())
+    base_times = [seconds_to(base[seed], accuracy) for seed in seeds]
+    times = [seconds_to(own[seed], accuracy) for seed in seeds]
+    ratio = None
+    if seeds and None not in (*base_times, *times):
+        ratio = paired_ratio(base_times, times)  # type: ignore[arg-type]
+    longer_than = []
+    for seed, base_time, time in zip(seeds, base_times, times, strict=True):
+        if base_time and not time:
+            longer_than.append(own[seed][-1][0] / base_time)
     gain, reach = mean_and_reach([each[-1][1] - each[0][1] for each in own.values()])
+    seconds_per_step = []
+    for run in runs:
+        if run["arm"] == name:
+            steps = run.get("steps", ARMS[name].steps)
+            seconds_per_step.append(run["points"][-1][0] / steps)
     return {
         "held_out_gain": {
             "mean": gain,
@@ -191,43 +216,31 @@ def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict
             "seeds": len(own),
         },
         "final_accuracy": statistics.fmean(each[-1][1] for each in own.values()),
-        "seconds_to_accuracy": times[name],
-        "time_to_accuracy_ratio": paired_ratio(times[BASELINE], times[name])
-        if reached and seeds
-        else None,  # type: ignore[arg-type]
-        "longer_than": [
-            own[seed][-1][0] / first
-            for seed, first, found in zip(seeds, times[BASELINE], times[name], strict=True)
-            if first and not found
-        ],
-        "seconds_per_step": statistics.fmean(
-            run["points"][-1][0] / run.get("steps", ARMS[name].steps)
-            for run in runs
-            if run["arm"] == name
-        ),
+        "seconds_to_accuracy": times,
+        "time_to_accuracy_ratio": ratio,
+        "longer_than": longer_than,
+        "seconds_per_step": statistics.fmean(seconds_per_step),
     }
 
 
 def at_equal_noise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds and final accuracies of whole runs, over the seeds that both arms have."""
-    ends = {
-        name: {run["seed"]: run["points"][-1] for run in runs if run["arm"] == name}
-        for name in (EQUAL_NOISE, LIKE)
-    }
-    pairs = [
-        (ends[EQUAL_NOISE][seed], end)
-        for seed, end in ends[LIKE].items()
-        if seed in ends[EQUAL_NOISE]
-    ]
-    if not pairs:
+    """Compare seconds and final accuracies of whole runs, over the seeds of both arms."""
+    equal_noise = points_by_seed(runs, EQUAL_NOISE)
+    like = points_by_seed(runs, LIKE)
+    seeds = [seed for seed in like if seed in equal_noise]
+    if not seeds:
         return {}
-    mean, reach = mean_and_reach([own[1] - like[1] for own, like in pairs])
-    ratio = paired_ratio(*([pair[arm][0] for pair in pairs] for arm in (1, 0)))
+    ends = [equal_noise[seed][-1] for seed in seeds]
+    like_ends = [like[seed][-1] for seed in seeds]
+    pairs = zip(ends, like_ends, strict=True)
+    mean, reach = mean_and_reach([own[1] - other[1] for own, other in pairs])
+    like_seconds = [seconds for seconds, _ in like_ends]
+    seconds = [seconds for seconds, _ in ends]
     return {
         "equal_noise": {
-            "run_ratio": ratio,
+            "run_ratio": paired_ratio(like_seconds, seconds),
             "final_accuracy_difference": mean,
-            "reach": reach if len(pairs) > 1 else None,
+            "reach": reach if len(seeds) > 1 else None,
         }
     }
 
@@ -236,8 +249,8 @@ DRAWN = (LIKE, "pruned, mild", TRL)
 
 
 def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
-    """Draw accuracy over minutes: the mean of each arm of ``DRAWN``, and the range of its seeds as
-    a band."""
+    """Draw accuracy over minutes: for each arm of ``DRAWN``, the mean and a band, the range of the
+    seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.6), dpi=160, facecolor="white", layout="constrained")
@@ -246,21 +259,15 @@ def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
     for name in DRAWN:
         curves = [run["points"] for run in runs if run["arm"] == name]
         colour = ARMS[name].colour
-        minutes = [
-            statistics.fmean(seconds) / 60
-            for seconds in zip(*([s for s, _ in c] for c in curves), strict=True)
-        ]
-        accuracies = [
-            [100 * a for a in each]
-            for each in zip(*([a for _, a in c] for c in curves), strict=True)
-        ]
+        minutes = []
+        accuracies = []
+        for points in zip(*curves, strict=True):
+            minutes.append(statistics.fmean(seconds for seconds, _ in points) / 60)
+            accuracies.append([100 * accuracy for _, accuracy in points])
         means = [statistics.fmean(each) for each in accuracies]
-        panel.fill_between(
-            minutes,
-            *zip(*((min(a), max(a)) for a in accuracies), strict=True),
-            color=colour,
-            alpha=0.12,
-        )
+        lowest = [min(each) for each in accuracies]
+        highest = [max(each) for each in accuracies]
+        panel.fill_between(minutes, lowest, highest, color=colour, alpha=0.12)
         panel.plot(minutes, means, color=colour, lw=2.5, marker="o", ms=4)
         seeds = f"{len(curves)} seeds" if len(curves) > 1 else "one seed"
         panel.annotate(
@@ -300,37 +307,37 @@ def main() -> None:
         "--earlier", nargs="*", type=Path, default=[], help="recorded runs, which count as well"
     )
     options = parser.parse_args()
-    stored = [json.loads(file.read_text(encoding="utf-8")) for file in options.earlier]
-    runs = [run for commands in stored for run in commands[Path(__file__).name]["figures"]["runs"]]
+    runs = []
+    for file in options.earlier:
+        commands = json.loads(file.read_text(encoding="utf-8"))
+        runs += commands[Path(__file__).name]["figures"]["runs"]
     words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
     folder = Path(tempfile.mkdtemp(prefix="real-curves-"))
     try:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             for number, name in enumerate(options.arms):
                 place = folder / f"{number}-{seed}"
-                rows = (
-                    by_trl(options, seed, place)
-                    if name == TRL
-                    else by_us(ARMS[name], words, seed, place)
-                )
-                runs.append(
-                    {
-                        "arm": name,
-                        "seed": seed,
-                        "steps": rows[-1]["step"],
-                        "points": list(points_of(rows)),
-                    }
-                )
-                print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+                if name == TRL:
+                    rows = by_trl(options, seed, place)
+                else:
+                    rows = by_us(ARMS[name], words, seed, place)
+                run = {
+                    "arm": name,
+                    "seed": seed,
+                    "steps": rows[-1]["step"],
+                    "points": list(points_of(rows)),
+                }
+                runs.append(run)
+                print(json.dumps(run), file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder)
     if options.picture:
         draw(runs, options.picture)
-    names = [name for name in ARMS if any(run["arm"] == name for run in runs)]
+    present = {run["arm"] for run in runs}
+    names = [name for name in ARMS if name in present]
     arms = {name: compared(runs, name, options.accuracy) for name in names}
-    finish(
-        {"accuracy": options.accuracy, "arms": arms, **at_equal_noise(runs), "runs": runs}, options
-    )
+    figures = {"accuracy": options.accuracy, "arms": arms, **at_equal_noise(runs), "runs": runs}
+    finish(figures, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Gradients of single completions under a real actor, from which the error of every pruning rule
-follows by algebra.
+"""Gradients of single completions under a real actor. The error of every pruning rule follows by
+algebra.
 
 The surrogates of a step's completions add up. With g_i the gradient of Σ_t ℓ_t of completion i,
-every estimate of the step's gradient is Σ_i scale_i g_i, whatever was pruned and however it was
-weighted. Bias, error and cosine of thousands of draws then need the inner products K = G Gᵀ, and no
-further pass through the policy.
+every estimate of the step's gradient is Σ_i scale_i g_i, for any pruning and any weights. Bias,
+error and cosine of thousands of draws then need the inner products K = G Gᵀ, and no further pass
+through the policy.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Floats, Group, MinibatchPlan, Pack
 
 BLOCK = 1 << 16
-"""Parameters whose products are formed at a time, in fp64."""
+"""Parameters per block of products, in fp64."""
 
 
 def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> list[Pack]:
-    """Every completion as a pack of its own, by (group, sample), with scale 1.
+    """Build one pack per completion, in order of (group, sample), with scale 1.
 
     Args:
-        groups: Q, of G completions each.
+        groups: Q groups, G completions each.
         advantage: [Q, G].
-        pad_id: of the tokenizer; a pack of one row has no padding.
+        pad_id: padding id of the tokenizer; a pack of one row has no padding.
     """
     packs = []
     for group, values in zip(groups, advantage.tolist(), strict=True):
@@ -52,8 +52,14 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
 def planned(
     minibatch: MinibatchPlan, held: Mapping[int, Group], world: World, pad_id: int
 ) -> list[Pack]:
-    """The packs of a plan, on-policy. One rank, which holds the groups of ``held`` by their index
-    in the plan."""
+    """Build the packs of a plan, on-policy, on one rank.
+
+    Args:
+        minibatch: the plan.
+        held: all groups, by index in the plan.
+        world: a world of one rank.
+        pad_id: padding id of the tokenizer.
+    """
     return [
         build_pack(samples, minibatch.capacity, pad_id, align=1)
         for samples in exchange_samples(world, minibatch, held)
@@ -61,15 +67,15 @@ def planned(
 
 
 def gradient(actor: Actor, packs: Sequence[Pack], loss: Loss) -> torch.Tensor:
-    """[parameters], fp32: what DDP's buffer holds after a backward pass over the packs. One
-    rank."""
+    """Return the content of DDP's buffer after a backward pass over the packs, on one rank:
+    [parameters], fp32."""
     actor.accumulate(packs, loss)
     return torch.cat([parameter.main_grad.flatten() for parameter in actor.parameters()])
 
 
 def gradients(actor: Actor, packs: Sequence[Pack], loss: Loss, stride: int = 1) -> torch.Tensor:
-    """[n, parameters / stride], fp32: the gradient of each microbatch by itself, every so many of
-    its coordinates."""
+    """Return the gradient of each microbatch alone, at every ``stride``-th coordinate:
+    [n, parameters / stride], fp32."""
     first = gradient(actor, packs[:1], loss)[::stride]
     rows = torch.empty(len(packs), len(first))
     rows[0] = first
@@ -79,7 +85,7 @@ def gradients(actor: Actor, packs: Sequence[Pack], loss: Loss, stride: int = 1) 
 
 
 def gram(rows: torch.Tensor) -> Floats:
-    """[n, n], K = G Gᵀ of gradients [n, parameters], in fp64."""
+    """Return K = G Gᵀ of gradients [n, parameters]: [n, n], fp64."""
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for block in rows.split(BLOCK, dim=1):
         total += block.double() @ block.double().T
@@ -87,9 +93,8 @@ def gram(rows: torch.Tensor) -> Floats:
 
 
 def norm(gram: Floats, scales: Floats) -> Floats:
-    """[...], ‖Σ_i scale_i g_i‖ for scales [..., n]."""
+    """Return ‖Σ_i scale_i g_i‖, [...], for scales [..., n]."""
     squares = np.einsum("...i,...i->...", scales @ gram, scales)
-    lengths: Floats = np.sqrt(
-        np.maximum(squares, 0.0)
-    )  # rounding of a difference may fall below zero
+    # The rounded square of a difference may be negative.
+    lengths: Floats = np.sqrt(np.maximum(squares, 0.0))
     return lengths

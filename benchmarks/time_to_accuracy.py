@@ -1,39 +1,40 @@
-"""Seconds to a held-out accuracy, each way to train at its own best learning rate: pruned, and with
-smaller batches.
+"""Seconds to a held-out accuracy at the best learning rate of each arm: pruned, and with smaller
+batches.
 
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
 
-The design was fixed before the first run. Since then the default pruning has changed twice;
-``default`` was tuned again each time. TRL's arms came later. The accuracy for word problems was
-changed once, after 21 tuning runs.
+The design was fixed before the first run. Later changes: the default pruning changed twice, and
+``default`` was tuned again each time; TRL's arms were added; the accuracy for word problems changed
+once, after 21 tuning runs.
 
-- All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step
-  and in the learning rate, which is constant. What is compared is the time until held-out accuracy
-  reaches ``Task.accuracy``: 90% of what 36 steps of the largest unpruned batch had gained in a
-  first run (on word problems, in two). A run that does not reach it within as much work as
-  ``--steps`` steps of that batch counts with all its seconds.
-- **Tuning**: each arm at three learning rates on one seed. While the fastest is the lowest or the
-  highest of them, one more is tried beyond it. The two fastest then have a second seed. The least
-  geometric mean over both seeds wins.
-- **Measuring**: ``--seeds`` further seeds, on which nothing was chosen. Ratios are paired by seed;
-  an interval is that of their geometric mean (Student's t). The unpruned batch that all are
-  compared with is the fastest one in tuning, and so is the pruned arm of ``best_time_ratio``.
-- ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the
-  best unpruned batch, with ``pruning.target_noise=1``. Both train to the end, on
-  ``--equal-noise-seeds``, to compare seconds of whole runs and final accuracies. (On sums, 10 and
-  then 5 seeds were added after the first 5, whose interval was ±0.086.)
+- All arms start from the task's warmed-up policy, and differ in ``pruning.*``, in prompts per step
+  and in the constant learning rate. The result is the time until held-out accuracy reaches
+  ``Task.accuracy``: 90% of the gain of 36 steps of the largest unpruned batch in a first run (on
+  word problems, in two). A run that misses ``Task.accuracy`` within the work of ``--steps`` steps
+  of the largest unpruned batch counts with all seconds of the run.
+- **Tuning**: each arm at three learning rates on one seed. While the fastest rate is the lowest or
+  the highest, a further rate beyond is tried. The two fastest rates then have a second seed. The
+  least geometric mean over both seeds wins.
+- **Measuring**: ``--seeds`` further seeds, unused in any choice. Ratios are paired by seed; an
+  interval is of the geometric mean of ratios (Student's t). All arms are compared with the unpruned
+  batch that was fastest in tuning. ``best_time_ratio`` is of the pruned arm that was fastest in
+  tuning.
+- ``EQUAL_NOISE`` is not tuned: learning rate, prompts and number of steps of the best unpruned
+  batch, with ``pruning.target_noise=1``. Both arms train to the end, on ``--equal-noise-seeds``, to
+  compare seconds of whole runs and final accuracies. (On sums, 10 and then 5 seeds were added after
+  the first 5, whose interval was ±0.086.)
 - Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock
-  seconds of all runs in the store, so that other work on the machine strikes no arm alone.
+  seconds of all runs in the store, so that other work on the machine affects no single arm.
   ``costs.error`` is the mean relative error between two evaluations. Evaluations, checkpoints and
   start-up do not count.
-- **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by
-  its processor's seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by
-  seed, in runs at the same time (``--jobs 2``), unless one is in the store already. Ours counts by
-  the wall clock, which is never less.
-- An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations
-  accuracy is interpolated.
+- **TRL's** GRPOTrainer has separate arms, tuned in the same way, with one thread and in processor
+  seconds. ``over_trl`` compares TRL's best arm with our best pruned arm, seed by seed, in runs at
+  the same time (``--jobs 2``), except for runs already in the store. Our runs count in wall-clock
+  seconds, never less than processor seconds.
+- Each arm is evaluated after every twentieth of the arm's work, on 400 problems; accuracy is
+  interpolated between evaluations.
 
-Every run is appended to ``--store``. Called again, the script goes on where it was.
+Every run is appended to ``--store``. A repeated call skips stored runs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from typing import Any
 from against_trl import SAMPLES, trl_python
 from against_trl import Arm as Process
 from harness import arguments, finish, mean_and_reach, paired_ratio
-from timed_runs import Costs, Run, Store, points, seconds_to
+from timed_runs import Costs, Point, Run, Store, points, seconds_to
 from word_problems import prepared
 
 from megatron_dppo.data.generators import make_sums
@@ -66,23 +67,22 @@ from megatron_dppo.settings import load_config
 
 HERE = Path(__file__).parent
 FACTOR = 1.5
-"""Between neighbouring learning rates."""
+"""Ratio of neighbouring learning rates."""
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
 EQUAL_NOISE = "equal noise, default"
 BESIDE_TRL = "beside TRL: "
 QUICKSTART = Path("configs/quickstart.yaml")
 WARM_UP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
-"""The quickstart's."""
+"""Learning rate schedule of the quickstart."""
 PROBLEMS = 400
-"""Held-out ones of an evaluation."""
+"""Held-out problems per evaluation."""
 TRL_BATCH = 32
-"""Sequences of a forward and backward pass of TRL's: 16, 64 and 128 took the same time within
-5%."""
+"""Sequences per forward and backward pass of TRL: 16, 64 and 128 took the same time within 5%."""
 
 
 def pruned(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
-    """The settings of two rules."""
+    """Return the settings of a prompt rule and a completion rule."""
     return (f"pruning.prompts.rule={prompts}", f"pruning.completions.rule={completions}", *more)
 
 
@@ -96,15 +96,15 @@ OFF = pruned("none", "none")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to train."""
+    """Settings of a training."""
 
     prompts: int
-    """Per step, before pruning."""
+    """Prompts per step, before pruning."""
     cost: float
-    """A step's seconds over those of the largest unpruned batch, roughly: sets how many steps are
-    as much work."""
+    """Approximate seconds of a step, relative to the largest unpruned batch: sets the number of
+    steps of equal work."""
     lr: float
-    """The middle one of the first three."""
+    """Middle of the first three learning rates."""
     settings: tuple[str, ...]
     """``pruning.*``"""
     by_trl: bool = False
@@ -135,72 +135,62 @@ ON_SUMS_ALONE = {*TRL, *(name for name in ARMS if name.startswith("prompts 0.7")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all arms have in common."""
+    """Common properties of all arms."""
 
     policy: Path
     settings: Sequence[str]
     accuracy: float
-    """To be reached."""
+    """Target accuracy."""
     max_response_tokens: int
     folder: Path
-    """With ``train.jsonl`` and ``load_problems.jsonl``, TRL's problems."""
+    """Folder of TRL's problems, ``train.jsonl`` and ``held_out.jsonl``."""
 
     @classmethod
     def named(cls, name: str) -> Task:
-        """The task by its name, with what it needs made where it is not there yet."""
+        """Return the task of this name; create missing files."""
         folder = Path("runs") / name
         if name == "word_problems":
             made = prepared(folder)
-            return cls(
-                made.policy, made.settings, 0.695, 96, folder
-            )  # two first runs: from 24.5% to 74.5%
+            # Two first runs went from 24.5% to 74.5%.
+            return cls(made.policy, made.settings, 0.695, 96, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for file, sums in zip(
-            ("train", "held_out"),
-            make_sums(load_config(str(QUICKSTART), ()).data.arithmetic),
-            strict=True,
-        ):
+        train, held_out = make_sums(load_config(str(QUICKSTART), ()).data.arithmetic)
+        for file, sums in (("train", train), ("held_out", held_out[:PROBLEMS])):
             rows = [json.dumps({"prompt": each.question, "label": each.label}) for each in sums]
-            del rows[PROBLEMS if file == "held_out" else len(rows) :]
             (folder / f"{file}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-        # the policy is scripts/quickstart.sh's; from 10.5% to 86%
+        # scripts/quickstart.sh makes the policy. The first run went from 10.5% to 86%.
         return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), 0.78, 64, folder)
 
 
 class Measurement:
-    """The runs of a call, in the order of the design."""
+    """Runs of a call, in the order of the design."""
 
     def __init__(self, task: Task, options: Any) -> None:
-        self.task, self.options = task, options
-        self.store = Store(
-            options.store or Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
-        )
+        self.task = task
+        self.options = options
+        default = Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
+        self.store = Store(options.store or default)
         wanted = options.arms or (ALL if options.task == "sums" else ALL.keys() - ON_SUMS_ALONE)
         self.arms = {name: arm for name, arm in ALL.items() if name in wanted}
         self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
         self.pool = ThreadPoolExecutor(options.jobs)
 
     def run(self, name: str, own: Arm, lr: float, seed: int, *, whole: bool = False) -> Run:
-        """One training, unless the store has it; it ends when it has reached the accuracy, if not
-        wanted whole."""
+        """Return the stored run, or train. Unless ``whole``, a training ends once the accuracy is
+        reached."""
         if found := self.store.runs.get((name, lr, seed)):
             return found
         folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
         steps = math.ceil(self.options.steps / own.cost)
-        found = self.by_trl if own.by_trl else partial(self.by_us, whole=whole)
-        run = Run(name, lr, seed, list(points(found(own, lr, seed, steps, folder))))
+        train = self.by_trl if own.by_trl else partial(self.by_us, whole=whole)
+        rows = train(own, lr, seed, steps, folder)
+        run = Run(name, lr, seed, list(points(rows)))
         if len(run.points) < 2:
             raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
         self.store.add(run)
         shutil.rmtree(folder, ignore_errors=True)
-        print(
-            name,
-            f"{lr:g}",
-            seed,
-            *(f"{p.accuracy:.2f}" for p in run.points),
-            file=sys.stderr,
-            flush=True,
-        )
+        accuracies = [f"{point.accuracy:.2f}" for point in run.points]
+        print(name, f"{lr:g}", seed, *accuracies, file=sys.stderr, flush=True)
         return run
 
     def by_us(
@@ -211,27 +201,24 @@ class Measurement:
             f"model.path={self.task.policy}",
             f"run.dir={folder}",
             f"run.seed={seed}",
-        ]
-        words += [
             f"run.steps={steps}",
             f"optimizer.lr={lr:g}",
             f"rollout.prompts_per_step={own.prompts}",
+            f"eval.every={max(steps // EVALUATIONS, 1)}",
+            f"eval.problems={PROBLEMS}",
+            "run.export=false",
+            "run.checkpoint_every=0",
+            *own.settings,
         ]
-        words += [f"eval.every={max(steps // EVALUATIONS, 1)}", f"eval.problems={PROBLEMS}"]
-        words += ["run.export=false", "run.checkpoint_every=0", *own.settings]
         command = [sys.executable, "-m", "megatron_dppo", "train", str(self.options.config), *words]
         with folder.with_suffix(".log").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
             while process.poll() is None:
                 time.sleep(0.5)
-                if (
-                    not whole
-                    and folder.exists()
-                    and any(
-                        row.get("eval/accuracy", 0.0) >= self.task.accuracy
-                        for row in read_metrics(folder)
-                    )
-                ):
+                if whole or not folder.exists():
+                    continue
+                accuracies = (row.get("eval/accuracy", 0.0) for row in read_metrics(folder))
+                if any(accuracy >= self.task.accuracy for accuracy in accuracies):
                     process.terminate()
                     process.wait()
                     break
@@ -240,23 +227,25 @@ class Measurement:
     def by_trl(
         self, own: Arm, lr: float, seed: int, steps: int, folder: Path
     ) -> list[dict[str, float]]:
-        """The rows of a training by TRL's GRPOTrainer: each step's seconds, and the accuracy where
-        it was evaluated."""
+        """Train with TRL's GRPOTrainer; return a row per step, with processor seconds, and with the
+        accuracy after an evaluation."""
         asked = {
-            "policy": str(self.task.policy), "pool": str(self.task.folder / "train.jsonl"),
+            "policy": str(self.task.policy),
+            "pool": str(self.task.folder / "train.jsonl"),
             "prompts": own.prompts,
-            "samples": SAMPLES, "max_response_tokens": self.task.max_response_tokens,
-            "steps": steps, "lr": lr,
-            "batch": TRL_BATCH, "threads": 1, "reward": "exact",
+            "samples": SAMPLES,
+            "max_response_tokens": self.task.max_response_tokens,
+            "steps": steps,
+            "lr": lr,
+            "batch": TRL_BATCH,
+            "threads": 1,
+            "reward": "exact",
             "settings": WARM_UP | {"seed": seed},
             "held_out": str(self.task.folder / "held_out.jsonl"),
             "evaluate_every": max(steps // EVALUATIONS, 1),
-        }  # fmt: skip
-        trained = Process(
-            "TRL",
-            [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)],
-            folder.with_suffix(".log"),
-        )
+        }
+        command = [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)]
+        trained = Process("TRL", command, folder.with_suffix(".log"))
         try:
             rows = [{"step": 0, "eval/accuracy": trained.heard()["accuracy"]}]
             for step in range(1, steps + 1):
@@ -275,10 +264,10 @@ class Measurement:
         return list(self.pool.map(lambda each: self.run(*each), wanted))
 
     def costs(self) -> Costs:
-        """Of the runs that count by them."""
-        return Costs.of(
-            run for run in self.store.runs.values() if run.arm in ARMS or run.arm == EQUAL_NOISE
-        )
+        """Fit costs to the stored runs of ``ARMS`` and ``EQUAL_NOISE``. TRL's runs and the runs
+        beside TRL count measured seconds."""
+        fitted = ARMS.keys() | {EQUAL_NOISE}
+        return Costs.of(run for run in self.store.runs.values() if run.arm in fitted)
 
     def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
         to = seconds_to if ALL[name].by_trl else self.costs().to
@@ -286,43 +275,49 @@ class Measurement:
             to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds
         )
 
+    def sort_rates(self, name: str, rates: Iterable[float], seeds: Sequence[int]) -> list[float]:
+        """Sort learning rates of an arm, the fastest first."""
+        return sorted(rates, key=lambda lr: self.mean_seconds(name, lr, seeds))
+
     def tune(self) -> dict[str, float]:
-        """The best learning rate of each arm."""
+        """Return the best learning rate of each arm."""
         first, second = TUNING_SEEDS
-        rates = {name: [rate(own.lr, by) for by in (-1, 0, 1)] for name, own in self.arms.items()}
-        self.every(
-            (name, self.arms[name], lr, first) for name, all_of in rates.items() for lr in all_of
-        )
+        rates: dict[str, list[float]] = {}
+        for name, own in self.arms.items():
+            rates[name] = [rate(own.lr, by) for by in (-1, 0, 1)]
+        further = [(name, lr) for name, tried in rates.items() for lr in tried]
         while True:
-            order = {
-                n: sorted(all_of, key=lambda lr, n=n: self.mean_seconds(n, lr, [first]))
-                for n, all_of in rates.items()
-            }
-            further = [
-                (name, rate(order[name][0], 1 if order[name][0] == max(all_of) else -1))
-                for name, all_of in rates.items()
-                if order[name][0] in (min(all_of), max(all_of))
-            ]
+            self.every((name, self.arms[name], lr, first) for name, lr in further)
+            order = {name: self.sort_rates(name, rates[name], [first]) for name in rates}
+            further = []
+            for name, tried in rates.items():
+                fastest = order[name][0]
+                if fastest == max(tried):
+                    further.append((name, rate(fastest, 1)))
+                elif fastest == min(tried):
+                    further.append((name, rate(fastest, -1)))
             if not further:
                 break
-            self.every((name, self.arms[name], lr, first) for name, lr in further)
             for name, lr in further:
                 rates[name].append(lr)
-        self.every((name, self.arms[name], lr, second) for name in rates for lr in order[name][:2])
-        return {
-            name: min(
-                order[name][:2], key=lambda lr, n=name: self.mean_seconds(n, lr, TUNING_SEEDS)
-            )
-            for name in rates
-        }
+        candidates = {name: order[name][:2] for name in rates}
+        self.every(
+            (name, self.arms[name], lr, second) for name, both in candidates.items() for lr in both
+        )
+        best = {}
+        for name, both in candidates.items():
+            best[name] = self.sort_rates(name, both, TUNING_SEEDS)[0]
+        return best
 
     def tuning(self, name: str) -> dict[str, list[float]]:
-        """Seconds to the accuracy on each tuning seed, by learning rate."""
-        to, runs = seconds_to if name in TRL else self.costs().to, self.store.runs
+        """Return seconds to the accuracy on each tuning seed, by learning rate."""
+        to = seconds_to if name in TRL else self.costs().to
+        runs = self.store.runs
         tried: dict[str, list[float]] = {}
         for arm, lr, seed in sorted(runs):
             if arm == name and seed in TUNING_SEEDS:
-                tried.setdefault(f"{lr:g}", []).append(to(runs[arm, lr, seed], self.task.accuracy))
+                seconds = to(runs[arm, lr, seed], self.task.accuracy)
+                tried.setdefault(f"{lr:g}", []).append(seconds)
         return tried
 
     def best(self, rates: dict[str, float], names: Iterable[str]) -> str:
@@ -331,52 +326,47 @@ class Measurement:
     def result(self) -> dict[str, Any]:
         rates = self.tune()
         control = self.best(rates, [name for name in self.arms if name in UNPRUNED])
-        like, own_arms = (
-            self.arms[control],
-            {name: arm for name, arm in self.arms.items() if not arm.by_trl},
-        )
-        arms = own_arms | {
-            EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.target_noise=1",))
-        }
+        like = self.arms[control]
+        own_arms = {name: arm for name, arm in self.arms.items() if not arm.by_trl}
+        equal_noise = Arm(like.prompts, like.cost, rates[control], ("pruning.target_noise=1",))
+        arms = own_arms | {EQUAL_NOISE: equal_noise}
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
         for seed in seeds:
-            whole = {name: name in (control, EQUAL_NOISE) for name in arms}
-            jobs = [
-                partial(self.run, name, arms[name], rates[name], seed, whole=whole[name])
-                for name in arms
-            ]
+            jobs = []
+            for name, arm in arms.items():
+                whole = name in (control, EQUAL_NOISE)
+                jobs.append(partial(self.run, name, arm, rates[name], seed, whole=whole))
             list(self.pool.map(lambda job: job(), jobs))
         further = range(1, 1 + max(self.options.equal_noise_seeds, self.options.seeds))
-        both = {
-            name: list(
-                self.pool.map(partial(self.run, name, arms[name], rates[name], whole=True), further)
-            )
-            for name in (EQUAL_NOISE, control)
-        }
+        ends: dict[str, list[Point]] = {}
+        for name in (EQUAL_NOISE, control):
+            run_whole = partial(self.run, name, arms[name], rates[name], whole=True)
+            ends[name] = [run.points[-1] for run in self.pool.map(run_whole, further)]
         costs = self.costs()
-        runs = {name: [self.store.runs[name, rates[name], seed] for seed in seeds] for name in arms}
-        taken = {
-            name: [costs.to(run, self.task.accuracy) for run in own] for name, own in runs.items()
-        }
+        runs: dict[str, list[Run]] = {}
+        taken: dict[str, list[float]] = {}
+        for name in arms:
+            runs[name] = [self.store.runs[name, rates[name], seed] for seed in seeds]
+            taken[name] = [costs.to(run, self.task.accuracy) for run in runs[name]]
         fastest = self.best(rates, [name for name in own_arms if name not in UNPRUNED])
-        ends = [[run.points[-1] for run in own] for own in both.values()]
-        mean, reach = mean_and_reach([a.accuracy - b.accuracy for a, b in zip(*ends, strict=True)])
-        table = {
-            name: {
+        pairs = zip(ends[EQUAL_NOISE], ends[control], strict=True)
+        mean, reach = mean_and_reach([noisy.accuracy - end.accuracy for noisy, end in pairs])
+        control_seconds = [costs.seconds(end) for end in ends[control]]
+        equal_noise_seconds = [costs.seconds(end) for end in ends[EQUAL_NOISE]]
+        table = {}
+        for name, own in runs.items():
+            last = [run.points[-1] for run in own]
+            table[name] = {
                 "lr": rates[name],
                 "seconds": statistics.geometric_mean(taken[name]),
                 "seconds_by_seed": taken[name],
                 "reached": sum(map(self.reached, own)),
                 "time_ratio": paired_ratio(taken[control], taken[name]),
-                "step_s": statistics.fmean(
-                    costs.seconds(run.points[-1]) / run.points[-1].step for run in own
-                ),
+                "step_s": statistics.fmean(costs.seconds(end) / end.step for end in last),
                 "tuning": self.tuning(name),
             }
-            for name, own in runs.items()
-        }
-        return {
+        result: dict[str, Any] = {
             "task": self.options.task,
             "accuracy": self.task.accuracy,
             "costs": asdict(costs),
@@ -384,39 +374,42 @@ class Measurement:
             "best_pruned": fastest,
             "best_time_ratio": table[fastest]["time_ratio"],
             "equal_noise_time_ratio": table[EQUAL_NOISE]["time_ratio"],
-            "equal_noise_run_ratio": paired_ratio(
-                *([costs.seconds(p) for p in end] for end in reversed(ends))
-            ),
+            "equal_noise_run_ratio": paired_ratio(control_seconds, equal_noise_seconds),
             "final_accuracy_difference": {
                 "difference": mean,
                 "interval": [mean - reach, mean + reach],
                 "seeds": len(further),
             },
             "arms": table,
-            **(self.over_trl(rates, fastest, seeds) if len(own_arms) < len(self.arms) else {}),
         }
+        if len(own_arms) < len(self.arms):
+            result |= self.over_trl(rates, fastest, seeds)
+        return result
 
     def over_trl(self, rates: dict[str, float], ours: str, seeds: Iterable[int]) -> dict[str, Any]:
-        """TRL's best arm beside an arm of ours."""
+        """Compare TRL's best arm with an arm of ours."""
         trl = self.best(rates, [name for name in self.arms if name in TRL])
         beside = BESIDE_TRL + ours
-        pairs = [
-            self.every([(trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)])
-            for seed in seeds
-        ]
-        taken = [
-            [seconds_to(run, self.task.accuracy) for run in own] for own in zip(*pairs, strict=True)
-        ]
+        trl_runs = []
+        trl_seconds = []
+        our_seconds = []
+        for seed in seeds:
+            pair = (trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)
+            trl_run, our_run = self.every(pair)
+            trl_runs.append(trl_run)
+            trl_seconds.append(seconds_to(trl_run, self.task.accuracy))
+            our_seconds.append(seconds_to(our_run, self.task.accuracy))
         return {
-            "over_trl": paired_ratio(*taken),
+            "over_trl": paired_ratio(trl_seconds, our_seconds),
             "trl": {
                 "arm": trl,
                 "lr": rates[trl],
-                "seconds": dict(
-                    zip((trl, ours), map(statistics.geometric_mean, taken), strict=True)
-                ),
-                "seconds_by_seed": taken[0],
-                "reached": sum(self.reached(run) for run, _ in pairs),
+                "seconds": {
+                    trl: statistics.geometric_mean(trl_seconds),
+                    ours: statistics.geometric_mean(our_seconds),
+                },
+                "seconds_by_seed": trl_seconds,
+                "reached": sum(map(self.reached, trl_runs)),
                 "tuning": {name: self.tuning(name) for name in self.arms if name in TRL},
             },
         }
@@ -426,28 +419,30 @@ class Measurement:
 
 
 def rate(lr: float, by: int) -> float:
-    """A neighbouring learning rate, to two digits."""
+    """Return the learning rate ``by`` steps away, to two digits."""
     return float(f"{lr * FACTOR**by:.2g}")
 
 
 def draw(found: dict[str, Any], out: Path) -> None:
-    """Seconds to the accuracy: a dot for each seed, a bar for the geometric mean of an arm; the
-    fastest arm on top."""
+    """Draw seconds to the accuracy: a dot per seed, a bar for an arm's geometric mean, the fastest
+    arm on top."""
     from matplotlib.figure import Figure
 
     taken = {name: arm["seconds_by_seed"] for name, arm in found["arms"].items()}
     if "trl" in found:
         taken[found["trl"]["arm"]] = found["trl"]["seconds_by_seed"]
     order = sorted(taken, key=lambda name: -statistics.geometric_mean(taken[name]))
-    figure = Figure(
-        figsize=(9, 0.36 * len(order) + 1.1), dpi=160, facecolor="white", layout="constrained"
-    )
+    size = 9, 0.36 * len(order) + 1.1
+    figure = Figure(figsize=size, dpi=160, facecolor="white", layout="constrained")
     panel = figure.subplots()
     for row, name in enumerate(order):
-        colour = "#16a34a" if name in TRL else "#64748b" if name in UNPRUNED else "#2563eb"
-        panel.barh(
-            row, statistics.geometric_mean(taken[name]), color=colour, alpha=0.35, height=0.7
-        )
+        colour = "#2563eb"
+        if name in TRL:
+            colour = "#16a34a"
+        elif name in UNPRUNED:
+            colour = "#64748b"
+        mean = statistics.geometric_mean(taken[name])
+        panel.barh(row, mean, color=colour, alpha=0.35, height=0.7)
         panel.plot(taken[name], [row] * len(taken[name]), "o", color=colour, ms=4)
     panel.set_yticks(range(len(order)), order)
     panel.set_xlim(left=0)

@@ -1,5 +1,5 @@
-"""Real training runs, each visited at three stages; and the gradient of every completion of a
-window."""
+"""Real training runs, measured at three stages (two on ``smollm2_steps``), and the gradient of
+every completion of a window."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ SETTINGS = (
     "run.export=false",
     "eval.every=0",
     "eval.problems=0",
+    # Measuring a stage takes long, but is no step that hangs.
     "rollout.timeout_s=1e5",
     "run.stall_warning_s=1e5",
 )
-"""A stage takes long, and is no step that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained, from which policy, and when it is visited."""
+    """A training: initial policy, settings and stages."""
 
     warmed_up: Callable[[Path, Sequence[str]], Path]
-    """From a folder for it, and the run's settings, to the policy: made there, or where it is
-    already."""
+    """Function of a folder and the run's settings that returns the policy's path: created in the
+    folder, or an existing path."""
     stages: Mapping[str, float]
-    """Sampled accuracy (the mean over three steps) from which on a stage is measured."""
+    """Sampled accuracy, mean of three steps, that starts the measurement of each stage."""
     settings: Sequence[str]
     config: str = "configs/quickstart.yaml"
     stride: int = 1
-    """Of how many coordinates of a gradient one is looked at."""
+    """Every ``stride``-th coordinate of a gradient is used."""
 
 
 def sums_policy(folder: Path, settings: Sequence[str]) -> Path:
-    """A fresh policy of half a million parameters, warmed up on sums."""
+    """Create a policy of half a million parameters, warmed up on sums."""
     write_model(
         folder / "initial",
         hidden=128,
@@ -77,7 +77,8 @@ def sums_policy(folder: Path, settings: Sequence[str]) -> Path:
     return folder / "warm"
 
 
-WORD_PROBLEMS, SMOLLM2 = Path("runs/word_problems"), Path("runs/smollm2_steps")
+WORD_PROBLEMS = Path("runs/word_problems")
+SMOLLM2 = Path("runs/smollm2_steps")
 ONE_RANK = ("layout.tp=1", "layout.dp=1")
 SUMS = (
     "data.arithmetic.max_terms=4",
@@ -93,7 +94,8 @@ TASKS = {
         (*Prepared(WORD_PROBLEMS).settings, *ONE_RANK, "optimizer.lr=1.5e-4"),
         stride=5,
     ),
-    "smollm2_steps": Task(  # as configs/smollm2_steps.yaml says
+    # configs/smollm2_steps.yaml describes how to make the policy.
+    "smollm2_steps": Task(
         lambda *_: SMOLLM2 / "warm",
         {"early": 0.4, "late": 0.6},
         ONE_RANK,
@@ -105,20 +107,20 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A window of N prompts with G completions each, rolled out whole, n = N·G, by the weights that
-    are trained."""
+    """Window of N prompts with G completions each, n = N·G: an unpruned rollout of the weights in
+    training."""
 
     name: str
     step: int
     metadata: StepMetadata
     unit_gram: Floats
-    """[n, n], inner products of the gradients of Σ_t log p_t, of every ``Task.stride``-th
-    coordinate; 0 for completions of groups of equal rewards, whose advantage is 0. On-policy every
-    objective's g_i is A_i times that gradient."""
+    """[n, n], inner products of the gradients of Σ_t log p_t, over every ``Task.stride``-th
+    coordinate; 0 for completions of groups of equal rewards (advantage 0). On-policy, every
+    objective's g_i is A_i times the gradient of Σ_t log p_t."""
 
     @property
     def unit_norms(self) -> Floats:
-        """[N, G]"""
+        """Norms of the gradients of Σ_t log p_t, [N, G]."""
         norms: Floats = np.sqrt(np.diag(self.unit_gram)).reshape(self.metadata.rewards.shape)
         return norms
 
@@ -132,16 +134,17 @@ def training_stages(
     settings: Sequence[str],
     visit: Callable[[Trainer, str], T],
 ) -> Iterator[T]:
-    """Train a warmed-up policy, and visit it on the way. One rank, one thread.
+    """Train a warmed-up policy, and yield the result of ``visit`` at each stage. One rank, one
+    thread.
 
     Args:
-        task: what is trained.
-        prompts: of a step.
-        samples: completions of a prompt.
-        most_steps: after which the stages that are left are visited.
-        folder: where the run is.
-        settings: more of the run.
-        visit: is called with the trainer and the stage's name, and may train.
+        task: the training.
+        prompts: prompts per step.
+        samples: completions per prompt.
+        most_steps: training steps until all remaining stages are measured.
+        folder: parent folder of the run.
+        settings: further settings of the run.
+        visit: function of the trainer and the stage's name. May train.
     """
     sizes = [
         f"run.dir={folder / 'run'}",
@@ -152,18 +155,16 @@ def training_stages(
     words = [*SETTINGS, *task.settings, *sizes, *settings]
     policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
-        yield from _train(
-            task, load_config(task.config, [*words, f"model.path={policy}"]), to_close, visit
-        )
+        config = load_config(task.config, [*words, f"model.path={policy}"])
+        yield from _train(task, config, to_close, visit)
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A process group of this process."""
+    """Open a process group of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
-        )
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
         try:
             yield
         finally:
@@ -177,7 +178,8 @@ def _train(
     workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
     trainer = Trainer(config, world, workers, to_close)
     trainer.sync(0)
-    left, accuracy = dict(task.stages), [0.0, 0.0, 0.0]
+    left = dict(task.stages)
+    accuracy = [0.0, 0.0, 0.0]
     while left:
         name, mark = next(iter(left.items()))
         if np.mean(accuracy[-3:]) >= mark or trainer.step >= config.run.steps:
@@ -191,27 +193,28 @@ def _train(
 
 
 def first_prompts(trainer: Trainer, name: str) -> Stage:
-    """The window of the pool's first prompts."""
+    """Measure the window of the pool's first prompts."""
     return measure(trainer, name, np.arange(trainer.config.rollout.prompts_per_step))
 
 
 def measure(
     trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, stride: int = 1
 ) -> Stage:
-    """Roll out a window, and take the gradient of each completion.
+    """Roll out a window, and compute the gradient of each completion.
 
     Args:
-        trainer: of the run.
-        name: of the stage.
-        prompt_ids: of the window.
-        seeds: from 1; another number has other rollouts.
-        stride: of how many coordinates of a gradient one is looked at.
+        trainer: the run's trainer.
+        name: name of the stage.
+        prompt_ids: prompts of the window.
+        seeds: number of the rollouts' random seeds, from 1; another number has other rollouts.
+        stride: step between the gradient coordinates in use, see ``Task.stride``.
     """
     window = Selection(prompt_ids, np.ones(len(prompt_ids)), window=len(prompt_ids))
-    rollouts = trainer.roll_out(
-        StepRollouts(window, trainer.config.run.steps + seeds)
-    )  # seeds of no training step
-    metadata, actor = rollouts.metadata, trainer.policy.actor
+    # No training step has these random seeds.
+    step = trainer.config.run.steps + seeds
+    rollouts = trainer.roll_out(StepRollouts(window, step))
+    metadata = rollouts.metadata
+    actor = trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
@@ -220,7 +223,6 @@ def measure(
     live = (find_nonzero_variance_groups(metadata)[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
-        products[np.ix_(live, live)] = gram(
-            gradients(actor, [packs[i] for i in live], loss, stride)
-        )
+        rows = gradients(actor, [packs[i] for i in live], loss, stride)
+        products[np.ix_(live, live)] = gram(rows)
     return Stage(name, trainer.step, metadata, products)
