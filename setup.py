@@ -1,4 +1,4 @@
-"""Puts configurations and Slurm scripts into the package that is built; all else is in
+"""Add configurations and Slurm scripts to the built package; all other settings are in
 pyproject.toml."""
 
 from pathlib import Path
@@ -8,13 +8,15 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithExamples(build_py):
-    """As ``megatron_dppo/examples`` in the build; a checkout has no such folder, and neither has an
-    editable one."""
+    """Build with examples in ``megatron_dppo/examples``, a folder that checkouts and editable
+    installations lack."""
 
     def run(self) -> None:
         super().run()
+        if self.editable_mode:
+            return
         for folder in ("configs", "scripts/slurm"):
-            for file in [] if self.editable_mode else sorted(Path(folder).glob("*.*")):
+            for file in sorted(Path(folder).glob("*.*")):
                 place = Path(self.build_lib, "megatron_dppo/examples", file)
                 self.mkpath(str(place.parent))
                 self.copy_file(str(file), str(place))

@@ -1,23 +1,24 @@
-"""TRL's GRPOTrainer and ours on one workload, on a CPU, one thread each.
+"""Comparison of TRL's GRPOTrainer with our trainer on a CPU, one thread each.
 
     python benchmarks/against_trl.py [--json]
 
-Every arm trains the same warmed-up policy of a million parameters, on the same pool of sums: 32
-prompts of 8 completions a step, one optimizer step per rollout, the same learning rate and loss
-(GRPO without a KL term), at one rank. On ``varied`` answers have 8 to 172 tokens, 62 on average
-(limit 192); on ``equal`` they have 13 (limit 16). The reward, also the same, gives credit for being
-near the sum, so that few groups are all right or all wrong: ours drops completions without
-advantage also where it does not prune, which costs nothing and would flatter it here.
+All arms train the same warmed-up policy (a million parameters) on the same pool of sums: 32 prompts
+of 8 completions a step, one optimizer step per rollout, one rank, the same learning rate, loss
+(GRPO without a KL term) and reward.
 
-Arms take their steps in turn, so that a noisy machine treats them alike; medians over the steps
-count, the first step left out. Where other processes want the same cores, ``cpu_seconds`` says more
-than ``seconds``.
+- **Workloads**: answers of ``varied`` have 8 to 172 tokens, 62 on average (limit 192); answers of
+  ``equal`` have 13 (limit 16).
+- **Reward**: partial credit near the sum, for few groups without variance. Our unpruned arm also
+  drops completions without advantage: a free saving, which a sparser reward would exaggerate.
+- **Order**: arms take steps in turn, to share the noise of the machine.
+- **Figures**: medians over all steps except the first. If other processes use the same cores, rely
+  on ``cpu_seconds`` rather than ``seconds``.
+- **padding**: fraction of padding among the tokens of forward and backward passes.
+- **Memory**: peak resident memory above the resident memory after loading, training process only.
+  Our verifier runs in a separate process.
+- **reward** of a pruned arm: mean over the prompts rolled out, harder than average.
 
-TRL lives in an environment of its own, which is made once, in MEGATRON_DPPO_CACHE (by default
-~/.cache/megatron_dppo). ``padding`` is the share of the tokens of forward and backward passes that
-is padding; memory is the peak resident memory above that after loading, of the training process
-alone (our verifier has another one of its own). Rewards of a pruned arm are those of the prompts
-that were rolled out: harder ones on average.
+TRL has a virtual environment in MEGATRON_DPPO_CACHE (default ~/.cache/megatron_dppo), made once.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ from megatron_dppo.data.generators import Sum
 from megatron_dppo.init import write_model
 
 HERE = Path(__file__).parent
-SAMPLES, LEARNING_RATE = 8, 2e-4
-PACK, TRL_BATCH = 1024, {"varied": 16, "equal": 64}
-"""Tokens and sequences of a forward and backward pass. On ``equal`` 64 of 8, 16, 32, 64, 128 and
-1024 of 512, 1024 and 4096 took the least processor time; on ``varied`` 16 sequences of TRL's took
-as long as 32."""
+SAMPLES = 8
+LEARNING_RATE = 2e-4
+PACK = 1024
+"""Tokens of our forward and backward pass. Least processor time on ``equal`` among 512, 1024 and
+4096."""
+TRL_BATCH = {"varied": 16, "equal": 64}
+"""Sequences of TRL's forward and backward pass. On ``equal``, least processor time among 8, 16, 32,
+64 and 128; on ``varied``, 16 and 32 took equally long."""
 OFF = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
 OURS: dict[str, tuple[str, ...]] = {
     "unpruned": OFF,
@@ -67,7 +71,7 @@ OURS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A pool of prompts, and what is rolled out of it at a step."""
+    """Pool of prompts, and sizes of a step's rollout."""
 
     name: str
     prompts: int
@@ -75,16 +79,18 @@ class Workload:
     max_prompt_tokens: int
     max_response_tokens: int
     forgotten_carries: float
-    """Share of the carries that the warm-up's teacher forgets, so that something is left to be
-    learned; such that about half of the answers are right, and most groups have right and wrong
-    ones."""
+    """Fraction of carries forgotten by the warm-up's teacher, as room for learning: about half of
+    the answers are right, and most groups have right and wrong answers."""
     warm_up_steps: int
 
     def sums(self, count: int, seed: int) -> list[Sum]:
-        """``varied``: 2 to 22 numbers, log-normal, whose answers have 8 to 172 tokens, 62 on
-        average. ``equal``: two numbers of two digits, with a sum of two digits; every right answer
-        has 13 tokens."""
-        rng, draw = np.random.default_rng(seed), random.Random(seed)
+        """Draw distinct sums.
+
+        - ``varied``: 2 to 22 numbers, log-normal; answers of 8 to 172 tokens, 62 on average.
+        - ``equal``: two numbers and a sum of two digits each; right answers of 13 tokens.
+        """
+        rng = np.random.default_rng(seed)
+        draw = random.Random(seed)
         drawn: dict[tuple[int, ...], None] = {}
         while len(drawn) < count:
             if self.name == "varied":
@@ -92,10 +98,11 @@ class Workload:
                 drawn[tuple(draw.randint(1, 9) for _ in range(terms))] = None
             else:
                 drawn[draw.randint(10, 49), draw.randint(10, 49)] = None
-        return [
-            Sum(terms, tuple(draw.random() < self.forgotten_carries for _ in terms[1:]))
-            for terms in drawn
-        ]
+        sums = []
+        for terms in drawn:
+            slips = tuple(draw.random() < self.forgotten_carries for _ in terms[1:])
+            sums.append(Sum(terms, slips))
+        return sums
 
 
 WORKLOADS = {
@@ -110,35 +117,38 @@ WORKLOADS = {
 
 
 def prepared(workload: Workload, folder: Path) -> tuple[Path, Path]:
-    """The warmed-up policy and the prompts, made where they are not there yet.
+    """Warm the policy up and write the prompts, unless the policy exists.
 
     Returns:
-        a Hugging Face directory, and a JSONL file with ``prompt`` and ``label``.
+        A Hugging Face directory, and a JSONL file with ``prompt`` and ``label``.
     """
-    policy, train = folder / workload.name / "policy", folder / workload.name / "train.jsonl"
+    place = folder / workload.name
+    policy = place / "policy"
+    train = place / "train.jsonl"
     if not (policy / "config.json").exists():
-        folder.joinpath(workload.name).mkdir(parents=True, exist_ok=True)
-        lessons, initial = (
-            folder / workload.name / "lessons.jsonl",
-            folder / workload.name / "initial",
-        )
+        place.mkdir(parents=True, exist_ok=True)
+        lessons = place / "lessons.jsonl"
+        initial = place / "initial"
         _write(lessons, workload.sums(1000 if workload.name == "equal" else 8192, seed=1))
         _write(train, workload.sums(512, seed=2))
         write_model(initial, std=0.05, overwrite=True)
-        words = [
+        settings = [
             *data_settings(workload, lessons),
             "data.response_key=response",
             f"model.path={initial}",
+            f"sft.out={policy}",
+            "layout.dp=1",
+            f"run.dir={place / 'sft'}",
+            f"sft.steps={workload.warm_up_steps}",
+            "sft.batch=48",
+            "sft.lr=3e-3",
         ]
-        words += [f"sft.out={policy}", "layout.dp=1", f"run.dir={folder / workload.name / 'sft'}"]
-        package_command(
-            "sft", *words, f"sft.steps={workload.warm_up_steps}", "sft.batch=48", "sft.lr=3e-3"
-        )
+        package_command("sft", *settings)
     return policy, train
 
 
 def data_settings(workload: Workload, file: Path) -> list[str]:
-    """Settings of ours to read such a pool."""
+    """List our trainer's settings for a pool."""
     return [
         f"data.train={file}",
         "data.chat_template=false",
@@ -155,13 +165,12 @@ def _write(file: Path, sums: list[Sum]) -> None:
 
 
 def trl_python() -> str:
-    """The interpreter of TRL's environment, made anew whenever the list of what belongs there
-    changes."""
+    """Return the interpreter of TRL's environment. Install the environment on the first call, and
+    again after a change of requirements-trl.txt or of Python's minor version."""
     wanted = HERE / "requirements-trl.txt"
     cache = Path(os.environ.get("MEGATRON_DPPO_CACHE") or Path.home() / ".cache" / "megatron_dppo")
-    state = hashlib.sha256(f"{sys.version_info[:2]}".encode() + wanted.read_bytes()).hexdigest()[
-        :16
-    ]
+    content = f"{sys.version_info[:2]}".encode() + wanted.read_bytes()
+    state = hashlib.sha256(content).hexdigest()[:16]
     place = cache / f"trl-{state}"
     python = place / "bin" / "python"
     cache.mkdir(parents=True, exist_ok=True)
@@ -170,28 +179,21 @@ def trl_python() -> str:
         if not (place / "complete").exists():
             print(f"installing TRL into {place} (once)", file=sys.stderr)
             subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-            install = [
-                python,
-                "-m",
-                "pip",
-                "install",
-                "--disable-pip-version-check",
-                "--no-deps",
-                "-r",
-                wanted,
-            ]
+            install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
             with place.with_suffix(".log").open("w") as log:
-                if subprocess.run(install, stdout=log, stderr=log).returncode:
+                done = subprocess.run([*install, "-r", wanted], stdout=log, stderr=log)
+                if done.returncode:
                     raise RuntimeError(f"TRL could not be installed; the whole log is {log.name}")
             (place / "complete").touch()
     return str(python)
 
 
 class Arm:
-    """A training that is under way, and waits between its steps."""
+    """Training process, paused between steps."""
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
         settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1"}
         with log.open("w") as errors:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
@@ -199,7 +201,7 @@ class Arm:
         self.steps: list[dict[str, Any]] = []
 
     def heard(self) -> dict[str, Any]:
-        """What it says next; waits for it."""
+        """Return the next message of the process (blocking)."""
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             return json.loads(line)
@@ -213,31 +215,29 @@ class Arm:
         self.steps.append(self.heard())
 
     def result(self) -> dict[str, Any]:
-        """Medians over all steps but the first, with what the last one told of all."""
+        """Return medians over all steps except the first, and the last step's other figures."""
         measured = self.steps[1:]
         figures = {
-            name: median(step[name] for step in measured) for name in ("seconds", "cpu_seconds")
+            "seconds": median(step["seconds"] for step in measured),
+            "cpu_seconds": median(step["cpu_seconds"] for step in measured),
         }
         told = {name: value for name, value in self.steps[-1].items() if name not in figures}
         return figures | told | {"all_seconds": [step["seconds"] for step in self.steps]}
 
 
 def commands(workload: Workload, options: argparse.Namespace, python: str) -> dict[str, list[str]]:
-    """What starts each arm."""
+    """Build the command line of each arm."""
     policy, pool = prepared(workload, options.folder)
     trl = {
         "policy": str(policy),
         "pool": str(pool),
         "prompts": workload.prompts,
         "samples": SAMPLES,
-    }
-    trl |= {
         "max_response_tokens": workload.max_response_tokens,
         "lr": LEARNING_RATE,
         "steps": options.steps,
-    }
-    trl |= {"threads": 1, "reward": "sum"}
-    trl |= {
+        "threads": 1,
+        "reward": "sum",
         "batch": options.trl_batch or TRL_BATCH[workload.name],
         "settings": json.loads(options.trl_settings),
     }
@@ -246,19 +246,14 @@ def commands(workload: Workload, options: argparse.Namespace, python: str) -> di
         str(HERE / "our_run.py"),
         *data_settings(workload, pool),
         f"model.path={policy}",
-    ]
-    ours += [
         f"reward.function={HERE / 'step_watch.py'}:compute_score",
         "loss.name=grpo",
         "layout.dp=1",
-    ]
-    ours += ["run.export=false", "run.checkpoint_every=0"]
-    ours += [
+        "run.export=false",
+        "run.checkpoint_every=0",
         f"run.steps={options.steps}",
         f"rollout.prompts_per_step={workload.prompts}",
         "eval.problems=0",
-    ]
-    ours += [
         f"rollout.samples_per_prompt={SAMPLES}",
         f"optimizer.lr={LEARNING_RATE}",
         f"pack.max_tokens={PACK}",
@@ -270,13 +265,14 @@ def commands(workload: Workload, options: argparse.Namespace, python: str) -> di
 
 
 def compared(workload: Workload, options: argparse.Namespace, python: str) -> dict[str, Any]:
-    """All arms on one workload, step by step in turn."""
+    """Run all arms on one workload, one step of each arm in turn."""
     arms: list[Arm] = []
     try:
         for name, command in commands(workload, options, python).items():
             shutil.rmtree(options.folder / workload.name / name, ignore_errors=True)
             arms.append(Arm(name, command, options.folder / workload.name / f"{name}.log"))
-            arms[-1].heard()  # it is loaded
+            # The first message follows the loading of the policy.
+            arms[-1].heard()
         for _ in range(options.steps):
             for arm in arms:
                 arm.take_step()
@@ -289,8 +285,9 @@ def compared(workload: Workload, options: argparse.Namespace, python: str) -> di
     for name in OURS:
         for figure in ("seconds", "cpu_seconds"):
             results[name][f"{figure}_ratio"] = results["trl"][figure] / results[name][figure]
-        pairs = (results[arm]["all_seconds"][1:] for arm in ("trl", name))
-        results[name]["seconds_ratio_interval"] = paired_ratio(*pairs)["interval"]
+        theirs = results["trl"]["all_seconds"][1:]
+        ratio = paired_ratio(theirs, results[name]["all_seconds"][1:])
+        results[name]["seconds_ratio_interval"] = ratio["interval"]
     return results
 
 

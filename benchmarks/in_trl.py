@@ -2,19 +2,25 @@
 
     python benchmarks/in_trl.py [--json]
 
-``step_time_ratio`` is the CPU seconds of TRL's own optimizer step over those of a step at
-``--budget``: draw, forward and backward passes, optimizer. Part of it is that rows of like length
-share a micro-batch, which saves padding; ``all_kept_time_ratio`` is that of a step with all
-completions kept, and has this part alone. The completions come from a function, so that generation
-takes no time, as on GPUs of its own; all arms have the same ones. Their lengths are lognormal, and
-half of the rewards are 1, so that few groups lack a gradient. ``smaller_batch_time_ratio`` is that
-of an unpruned step over half of the prompts: the control, since a smaller batch saves time as well.
-Arms take their steps in turn.
+All arms share the completions, of lognormal lengths, which a function supplies: generation takes no
+time, as on separate GPUs. Half of the rewards are 1, for few groups without a gradient. Arms take
+steps in turn.
 
-``gradient_error`` is, for each loss, the norm of the mean pruned gradient less TRL's gradient
-without pruning, over the norm of the latter. The mean is over all offsets of the draw, in fp64, on
-a policy of 16 dimensions. ``left_to_trl`` is that of ``dr_grpo`` with the divisor that TRL takes by
-itself.
+Time ratios are CPU seconds of TRL's own optimizer step, divided by CPU seconds of another step
+(draw, forward and backward passes, optimizer):
+
+- ``step_time_ratio``: a step at ``--budget``. Part of the gain is less padding, because rows of
+  similar length share a micro-batch.
+- ``all_kept_time_ratio``: a step with all completions kept. The gain is from padding alone.
+- ``smaller_batch_time_ratio``: an unpruned step over half of the prompts. Control: a smaller batch
+  saves time too.
+
+Errors are norms of a difference of gradients, mean pruned minus unpruned, divided by the norm of
+the unpruned gradient. The mean covers all offsets of the draw, in fp64, on a policy of 16
+dimensions:
+
+- ``gradient_error``: error of each loss.
+- ``left_to_trl``: error of ``dr_grpo`` with TRL's own divisor.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ SAMPLES, ROWS, PROMPT_TOKENS = 8, 8, 32
 
 
 class Stopwatch(TrainerCallback):
-    """CPU seconds of the last optimizer step."""
+    """Timer of the last optimizer step, in CPU seconds."""
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began = time.process_time()
@@ -54,13 +60,12 @@ class Stopwatch(TrainerCallback):
 
 
 def completions(tokens: int, vocabulary: int) -> Callable[[list[str], GRPOTrainer], dict[str, Any]]:
-    """TRL's ``rollout_func``: at most ``tokens`` random tokens for each prompt."""
+    """Build a ``rollout_func`` for TRL: at most ``tokens`` random tokens per prompt."""
 
     def roll_out(prompts: list[str], made: GRPOTrainer) -> dict[str, Any]:
         rng = np.random.default_rng(roll_out.calls)  # type: ignore[attr-defined]
-        lengths = np.clip(rng.lognormal(np.log(0.3 * tokens), 0.6, len(prompts)), 4, tokens).astype(
-            int
-        )
+        lognormal = rng.lognormal(np.log(0.3 * tokens), 0.6, len(prompts))
+        lengths = np.clip(lognormal, 4, tokens).astype(int)
         return {
             "prompt_ids": rng.integers(2, vocabulary, (len(prompts), PROMPT_TOKENS)).tolist(),
             "completion_ids": [rng.integers(2, vocabulary, length).tolist() for length in lengths],
@@ -105,28 +110,25 @@ def contender(
 
 def step_times(options: Any, folder: Path) -> dict[str, list[float]]:
     policy = write_policy(folder / "policy")
-    shape = dict(
-        intermediate_size=3 * options.hidden, num_attention_heads=options.hidden // 64, head_dim=64
-    )
     config = Qwen3Config(
         vocab_size=1024,
         hidden_size=options.hidden,
         num_hidden_layers=options.layers,
+        intermediate_size=3 * options.hidden,
+        num_attention_heads=options.hidden // 64,
         num_key_value_heads=2,
-        **shape,
+        head_dim=64,
     )
     Qwen3ForCausalLM(config).save_pretrained(policy)
-    given = (options.prompts, options.tokens)
+    sizes = (options.prompts, options.tokens)
+    half = (options.prompts // 2, options.tokens)
     pruning = Pruning(budget=options.budget)
+    full = Pruning(budget=1.0)
     arms = {
-        "unpruned": contender(policy, folder, GRPOTrainer, *given),
-        "pruned": contender(policy, folder, PrunedGRPOTrainer, *given, pruning=pruning),
-        "all_kept": contender(
-            policy, folder, PrunedGRPOTrainer, *given, pruning=Pruning(budget=1.0)
-        ),
-        "smaller_batch": contender(
-            policy, folder, GRPOTrainer, options.prompts // 2, options.tokens
-        ),
+        "unpruned": contender(policy, folder, GRPOTrainer, *sizes),
+        "pruned": contender(policy, folder, PrunedGRPOTrainer, *sizes, pruning=pruning),
+        "all_kept": contender(policy, folder, PrunedGRPOTrainer, *sizes, pruning=full),
+        "smaller_batch": contender(policy, folder, GRPOTrainer, *half),
     }
     return in_turn(arms, options.repeats)
 
@@ -134,19 +136,18 @@ def step_times(options: Any, folder: Path) -> dict[str, list[float]]:
 def gradient_errors(folder: Path) -> dict[str, float]:
     policy = write_policy(folder / "tiny")
     losses = sorted(integration.DIVIDED_BY_ROWS | integration.DIVIDED_BY_TOKENS)
-    return {
-        name: relative_error(policy, folder, loss_type=name, num_iterations=2) for name in losses
-    }
+    errors = {}
+    for name in losses:
+        errors[name] = relative_error(policy, folder, loss_type=name, num_iterations=2)
+    return errors
 
 
 def error_left_to_trl(folder: Path) -> float:
+    by_rows = integration.DIVIDED_BY_ROWS - {"dr_grpo"}
+    by_tokens = integration.DIVIDED_BY_TOKENS | {"dr_grpo"}
     with (
-        mock.patch.object(
-            integration, "DIVIDED_BY_ROWS", integration.DIVIDED_BY_ROWS - {"dr_grpo"}
-        ),
-        mock.patch.object(
-            integration, "DIVIDED_BY_TOKENS", integration.DIVIDED_BY_TOKENS | {"dr_grpo"}
-        ),
+        mock.patch.object(integration, "DIVIDED_BY_ROWS", by_rows),
+        mock.patch.object(integration, "DIVIDED_BY_TOKENS", by_tokens),
     ):
         return relative_error(folder / "tiny", folder, loss_type="dr_grpo", num_iterations=2)
 
@@ -164,7 +165,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        errors, left = gradient_errors(folder), error_left_to_trl(folder)
+        errors = gradient_errors(folder)
+        left = error_left_to_trl(folder)
         seconds = step_times(options, folder)
     ratios = {name: paired_ratio(seconds["unpruned"], seconds[name]) for name in seconds}
     figures = {

@@ -1,4 +1,4 @@
-"""Wrong answers made from labels, one change each."""
+"""Wrong answers, made from labels by one change each."""
 
 from __future__ import annotations
 
@@ -13,38 +13,34 @@ OPENING, CLOSING = "([{", ")]}"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A label and an answer."""
+    """Label and answer."""
 
     label: str
     answer: str
     change: str
-    """What was done to the label."""
+    """Name of the change."""
 
 
 Change = Callable[[str, random.Random], str | None]
-"""Makes another text of a label; None where there is nothing to change."""
+"""Return the changed label, or None if the change does not apply."""
 
 
 def mutated(labels: list[str], count: int, seed: int = 0) -> Iterator[Pair]:
-    """So many wrong answers, all changes in turn, none twice."""
+    """Yield at most ``count`` distinct wrong answers, by all changes in turn."""
     rng = random.Random(seed)
     seen: set[tuple[str, str]] = set()
     barren = 0
-    pools = {
-        name: [label for label in labels if change(label, rng) is not None]
-        for name, change in CHANGES.items()
-    }
+    pools = {}
+    for name, change in CHANGES.items():
+        pools[name] = [label for label in labels if change(label, rng) is not None]
     while len(seen) < count and barren < 10_000:
         for name, pool in pools.items():
             label = rng.choice(pool or labels)
             answer = CHANGES[name](label, rng)
             barren += 1
-            if (
-                answer is None
-                or answer.split() == label.split()
-                or not answer.strip()
-                or (label, answer) in seen
-            ):
+            if answer is None or not answer.strip():
+                continue
+            if answer.split() == label.split() or (label, answer) in seen:
                 continue
             barren = 0
             seen.add((label, answer))
@@ -65,18 +61,23 @@ def _put(text: str, found: re.Match[str], into: str) -> str:
 def one(
     pattern: re.Pattern[str] | str, into: str | Callable[[re.Match[str], random.Random], str]
 ) -> Change:
-    """A change of one match of the pattern, drawn by chance, into a text or into what a function
-    makes of the match."""
+    """Build a change of one random match of ``pattern``.
+
+    Args:
+        into: replacement, or a function from the match to the replacement.
+    """
 
     def change(label: str, rng: random.Random) -> str | None:
         found = _place(pattern, label, rng)
-        return found and _put(label, found, into if isinstance(into, str) else into(found, rng))
+        if found is None:
+            return None
+        return _put(label, found, into if isinstance(into, str) else into(found, rng))
 
     return change
 
 
 def longer(pattern: str, more: Sequence[str]) -> Change:
-    """A change that adds one of some endings to a label in which the pattern is found."""
+    """Build a change that appends a random ending from ``more`` to labels with ``pattern``."""
     return lambda label, rng: label + rng.choice(more) if re.search(pattern, label) else None
 
 
@@ -98,8 +99,10 @@ def _name_everywhere(label: str, rng: random.Random) -> str | None:
 
 
 def pieces(label: str, separator: str) -> list[str]:
-    """The parts between separators outside of brackets, each with the separator before it."""
-    depth, start, parts = 0, 0, []
+    """Split at separators outside brackets; all parts except the first begin with a separator."""
+    depth = 0
+    start = 0
+    parts = []
     for found in re.finditer(rf"{separator}|[{re.escape(OPENING + CLOSING)}]", label):
         if found[0] in OPENING:
             depth += 1
@@ -125,39 +128,22 @@ def _only_a_term(label: str, rng: random.Random) -> str | None:
 
 
 def _still_related(answer: str, label: str) -> str | None:
-    """An equation without its name is no wrong answer."""
+    """Return the answer, or None if an equals sign is lost: ``5`` is right for ``x = 5``."""
     return answer if answer.count("=") == label.count("=") else None
 
 
 def _term_more(label: str, rng: random.Random) -> str | None:
     if not re.search(r"[0-9a-z]\s*$", label) or re.search(r"[_^]\{?\S$", label):
         return None
-    return label + rng.choice(
-        (
-            " + 1",
-            " - 1",
-            " + 10^{-12}",
-            " + x",
-            r" + \frac{1}{2^{200}}",
-            r" + \mathbf{q}",
-            " + e^{-90}",
-        )
-    )
+    return label + rng.choice(TERMS)
 
 
 def _factor_more(label: str, rng: random.Random) -> str | None:
     if not re.search(r"(?:[0-9]|\b[a-z])\s*$", label) or re.search(r"[_^]\{?\S$|\b0\s*$", label):
         return None
-    more = [
-        r" \cdot 2",
-        r" \cdot 1.0000001",
-        r"\mathbf{q}",
-        r" \cdot q",
-        " q",
-        r"\text{ or so}",
-        "'",
-    ]
-    return label + rng.choice(more if re.search(r"(?<![0-9])[12]\s*$", label) else [*more, "!"])
+    # 1! = 1 and 2! = 2.
+    keeps_factorial = re.search(r"(?<![0-9])[12]\s*$", label)
+    return label + rng.choice(FACTORS if keeps_factorial else (*FACTORS, "!"))
 
 
 def _member_dropped(label: str, rng: random.Random) -> str | None:
@@ -177,14 +163,9 @@ def _bracket(label: str, rng: random.Random) -> str | None:
 
 
 def _brackets_dropped(label: str, rng: random.Random) -> str | None:
-    found = _place(
-        r"(?<!\{)\(([^()]*[+,-][^()]*)\)(?!\})",
-        label.replace(r"\left", "").replace(r"\right", ""),
-        rng,
-    )
-    return found and _put(
-        label.replace(r"\left", "").replace(r"\right", ""), found, f" {found[1]} "
-    )
+    plain = label.replace(r"\left", "").replace(r"\right", "")
+    found = _place(r"(?<!\{)\(([^()]*[+,-][^()]*)\)(?!\})", plain, rng)
+    return found and _put(plain, found, f" {found[1]} ")
 
 
 def _a_bracket_dropped(label: str, rng: random.Random) -> str | None:
@@ -195,20 +176,30 @@ def _a_bracket_dropped(label: str, rng: random.Random) -> str | None:
 
 
 def _equation(label: str, rng: random.Random) -> str | None:
-    """Another truth, another equation, or only what stands on one side of it."""
+    """Return another true equation, another equation, or one side alone."""
     sides = pieces(label, "=")
     if len(sides) < 2:
         return None
     first, last = sides[0], sides[-1].lstrip("=")
     if last.strip() == "0":
         last = "10"
-    return rng.choice(
-        ("0 = 0", "1 = 1", f"{last} = {last}", f"{first} = {first}", f"{first} = 19", f"{first} = "
-                                                                                      f"{last} + 1",
-         f"{first} = -({last})", f"{first} + 1 = {last}", f"Z = {last}", f"({first})^2 = "
-                                                                         f"({last})^2",
-         f"{first} = Q = {last}", "".join(sides[1:]).lstrip("=") + " = 97", first)
-    )  # fmt: skip
+    without_first = "".join(sides[1:]).lstrip("=")
+    answers = (
+        "0 = 0",
+        "1 = 1",
+        f"{last} = {last}",
+        f"{first} = {first}",
+        f"{first} = 19",
+        f"{first} = {last} + 1",
+        f"{first} = -({last})",
+        f"{first} + 1 = {last}",
+        f"Z = {last}",
+        f"({first})^2 = ({last})^2",
+        f"{first} = Q = {last}",
+        f"{without_first} = 97",
+        first,
+    )
+    return rng.choice(answers)
 
 
 def _letters_of_a_word(label: str, rng: random.Random) -> str | None:
@@ -216,27 +207,59 @@ def _letters_of_a_word(label: str, rng: random.Random) -> str | None:
     within = r"\\(?:text|mbox|mathrm|textbf|mathbf)\{[^{}]*$"
     if found is None or not re.search(within, label[: found.start()]):
         return None
-    return _put(label, found, rng.choice([c for c in "abdefgijklnpqrtuvwxyz" if c != found[0]]))
+    letters = [letter for letter in "abdefgijklnpqrtuvwxyz" if letter != found[0]]
+    return _put(label, found, rng.choice(letters))
 
 
 def _neighbour(label: str, rng: random.Random) -> str | None:
-    """A small whole number, as policies guess them."""
+    """Draw a small integer, a typical guess of a policy."""
     number = str(rng.randint(-2, 12))
     return None if re.search(rf"(?<![0-9.]){number}(?![0-9.])", label) else number
 
 
 COMMANDS = {
-    r"\sin": r"\cos", r"\cos": r"\sin", r"\ln": r"\sin", r"\log": r"\cos", r"\sqrt": r"\sqrt[3]",
+    r"\sin": r"\cos",
+    r"\cos": r"\sin",
+    r"\ln": r"\sin",
+    r"\log": r"\cos",
+    r"\sqrt": r"\sqrt[3]",
     r"\tan": r"\cot",
-    r"\frac": r"\binom", r"\lfloor": r"\lceil", r"\cup": r"\cap", r"\exp": r"\sin",
-}  # fmt: skip
+    r"\frac": r"\binom",
+    r"\lfloor": r"\lceil",
+    r"\cup": r"\cap",
+    r"\exp": r"\sin",
+}
+"""Replacement of a command."""
 RELATIONS = {
-    "=": (r"\ne ", "<"), "<": (">", r"\le "), ">": ("<", r"\ge "), r"\in": (r"\notin ",),
+    "=": (r"\ne ", "<"),
+    "<": (">", r"\le "),
+    ">": ("<", r"\ge "),
+    r"\in": (r"\notin ",),
     r"\cup": (r"\cap ",),
-    r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">",
-    r"\le "),
-}  # fmt: skip
-"""Others in the place of a command, and of a relation."""
+    r"\le": ("<", r"\ge "),
+    r"\leq": ("<", r"\ge "),
+    r"\ge": (">", r"\le "),
+    r"\geq": (">", r"\le "),
+}
+"""Candidate replacements of a relation; all other relations become an equals sign."""
+TERMS = (
+    " + 1",
+    " - 1",
+    " + 10^{-12}",
+    " + x",
+    r" + \frac{1}{2^{200}}",
+    r" + \mathbf{q}",
+    " + e^{-90}",
+)
+FACTORS = (
+    r" \cdot 2",
+    r" \cdot 1.0000001",
+    r"\mathbf{q}",
+    r" \cdot q",
+    " q",
+    r"\text{ or so}",
+    "'",
+)
 MEMBERS = (", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}")
 WORDS = (
     " dozen",
@@ -318,5 +341,5 @@ CHANGES: dict[str, Change] = {
     "mixed number": one(MIXED_NUMBER, lambda found, rng: rf"{found[1]} \cdot {found[2]}"),
     "guess": _neighbour,
 }
-"""By name, in the order in which they are tried. A mixed number is changed into a product of its
+"""Changes by name, in the order of trial. ``mixed number`` inserts a product sign between the
 parts."""

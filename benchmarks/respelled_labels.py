@@ -1,4 +1,4 @@
-"""Right answers made from labels: the same in other spellings."""
+"""Right answers: labels in other spellings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FRACTION = r"(-?)\\d?frac\{([0-9]+)\}\{([0-9]+)\}"
 
 
 def respelled(label: str) -> Iterator[tuple[str, str]]:
-    """The label in other spellings, each with what was done."""
+    """Yield the name of a spelling, and the label in that spelling."""
     for name, spell in SPELLINGS.items():
         answer = spell(label)
         if answer is not None and answer != label:
@@ -19,15 +19,13 @@ def respelled(label: str) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(label: str) -> str | None:
-    return (
-        None
-        if r"\text" in label or r"\mbox" in label
-        else re.sub(r"(?<=[+=])(?![\s,!])", r" \\, ", label)
-    )
+    if r"\text" in label or r"\mbox" in label:
+        return None
+    return re.sub(r"(?<=[+=])(?![\s,!])", r" \\, ", label)
 
 
 def _decimal(label: str) -> str | None:
-    """Of a fraction that has a finite one."""
+    """Return the finite decimal of a fraction, if any."""
     found = re.fullmatch(FRACTION, label)
     if found is None or int(found[3]) == 0:
         return None
@@ -36,7 +34,9 @@ def _decimal(label: str) -> str | None:
     if digits is None:
         return None
     whole = f"{int(value * 10**digits):0{digits + 1}d}"
-    return found[1] + (f"{whole[:-digits]}.{whole[-digits:]}" if digits else whole)
+    if not digits:
+        return found[1] + whole
+    return f"{found[1]}{whole[:-digits]}.{whole[-digits:]}"
 
 
 def _enlarged(label: str) -> str | None:
@@ -67,13 +67,13 @@ def _bracketed(label: str) -> str | None:
 def _sized(label: str) -> str | None:
     if r"\left" in label or not re.search(r"(?<![\\a-zA-Z])[()]", label):
         return None
-    return re.sub(r"(?<!\\)\)", r" \\right)", re.sub(r"(?<!\\)\(", r"\\left( ", label))
+    opened = re.sub(r"(?<!\\)\(", r"\\left( ", label)
+    return re.sub(r"(?<!\\)\)", r" \\right)", opened)
 
 
 def _turned_list(label: str) -> str | None:
-    if "," not in label or re.search(
-        r"[=<>()\[\]$;]|\{,\}|[0-9],[0-9]{3}|\\(?:text|mbox|in|[,!{]|q?quad)|dots", label
-    ):
+    no_list = r"[=<>()\[\]$;]|\{,\}|[0-9],[0-9]{3}|\\(?:text|mbox|in|[,!{]|q?quad)|dots"
+    if "," not in label or re.search(no_list, label):
         return None
     return ", ".join(part.strip() for part in reversed(label.split(",")))
 
@@ -82,7 +82,8 @@ def _turned_set(label: str) -> str | None:
     found = re.fullmatch(r"\\(?:left\\)?\{([^{}=:|]+)\\(?:right\\)?\}", label)
     if not found or "," not in found[1] or r"\mid" in label or "dots" in label:
         return None
-    return r"\{" + ", ".join(reversed(found[1].removesuffix("\\right").split(","))) + r"\}"
+    members = found[1].removesuffix("\\right").split(",")
+    return r"\{" + ", ".join(reversed(members)) + r"\}"
 
 
 SPELLINGS: dict[str, Callable[[str], str | None]] = {
@@ -104,4 +105,4 @@ SPELLINGS: dict[str, Callable[[str], str | None]] = {
     "a unit": lambda label: rf"{label} \text{{ units}}" if re.fullmatch(WHOLE, label) else None,
     "nought behind": lambda label: f"{label}.0" if re.fullmatch(WHOLE, label) else None,
 }
-"""By name; None where it has no use."""
+"""Spellings by name. A spelling returns None if not applicable."""

@@ -1,7 +1,7 @@
-"""Whether two texts are worth the same, by another road than the verifier's.
+"""Equality of two texts in value, by another method than the verifier's.
 
-math-verify's parser reads both, and sympy works out what they are worth at random points. A change
-of a label may leave its value as it was (of ``0 + 0`` a sign), and this is how a test knows.
+math-verify's parser reads both texts, and sympy evaluates them at random points. Benchmarks and
+tests recognize a changed label of equal value, for example after a change of a sign in ``0 + 0``.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ COMMANDS = re.compile(r"\\[a-zA-Z]+|\\[^a-zA-Z]")
 
 
 def equivalent(label: str, answer: str) -> bool:
-    """Whether sympy finds that two texts are worth the same; False where it cannot read the whole
-    of both."""
-    one, other = _bare(label), _bare(answer)
+    """Return whether two texts have the same value for sympy; False if any part is unreadable."""
+    one = _bare(label)
+    other = _bare(answer)
     if one == other:
         return True
     try:
         return _same(_read(one), _read(other))
-    except Exception:  # parsers and sympy raise all there is
+    # Parsers and sympy raise exceptions of all kinds.
+    except Exception:
         return False
 
 
 def _bare(text: str) -> str:
-    text = re.sub(
-        r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])", "", text.replace("$", "")
-    )
-    text = re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"\\[,!;: ]|~", " ", text))
-    return re.sub(r"\s+", " ", re.sub(r"\\text\{\s*(?:and|or)\s*\}", ",", text)).strip(" .")
+    text = text.replace("$", "")
+    text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])", "", text)
+    text = re.sub(r"\\[,!;: ]|~", " ", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\text\{\s*(?:and|or)\s*\}", ",", text)
+    return re.sub(r"\s+", " ", text).strip(" .")
 
 
 def _read(text: str) -> Basic:
     untrusted = r"\\(?:text|math|mbox|bar|hat|vec|not|pm|mp|in|approx)(?![a-z])|['≈$₈]|[0-9]_"
     if re.search(untrusted, text) or re.search("[a-zA-Z]{4}", re.sub(COMMANDS, " ", text)):
         raise ValueError(f"more than sympy is trusted with: {text}")
-    node = latex2sympy(
-        text, normalization_config=NormalizationConfig(basic_latex=False, boxed="none")
-    )
+    config = NormalizationConfig(basic_latex=False, boxed="none")
+    node = latex2sympy(text, normalization_config=config)
     letters = {letter for letter in re.sub(COMMANDS, " ", text) if letter.isalpha()} - {"e", "i"}
     if letters - set("".join(str(symbol) for symbol in node.free_symbols)):
         raise ValueError(f"a letter was passed over: {text}")
@@ -54,14 +55,11 @@ def _same(one: Basic, other: Basic) -> bool:
     if isinstance(one, Relational) or isinstance(other, Relational):
         if type(one) is not type(other):
             return False
-        sides = _equal(one.lhs, other.lhs) and _equal(one.rhs, other.rhs)
-        return sides or (
-            isinstance(one, Eq) and _multiple(one.lhs - one.rhs, other.lhs - other.rhs)
-        )
+        if _equal(one.lhs, other.lhs) and _equal(one.rhs, other.rhs):
+            return True
+        return isinstance(one, Eq) and _multiple(one.lhs - one.rhs, other.lhs - other.rhs)
     if isinstance(one, FiniteSet) and isinstance(other, FiniteSet):
-        return all(any(_same(a, b) for b in other.args) for a in one.args) and all(
-            any(_same(a, b) for a in one.args) for b in other.args
-        )
+        return _same_sets(one, other)
     if isinstance(one, Tuple) and isinstance(other, Tuple):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, (Interval, Union)) or isinstance(other, (Interval, Union)):
@@ -69,9 +67,20 @@ def _same(one: Basic, other: Basic) -> bool:
     return _equal(one, other)
 
 
+def _same_sets(one: FiniteSet, other: FiniteSet) -> bool:
+    def in_other(a: Basic) -> bool:
+        return any(_same(a, b) for b in other.args)
+
+    def in_one(b: Basic) -> bool:
+        return any(_same(a, b) for a in one.args)
+
+    return all(map(in_other, one.args)) and all(map(in_one, other.args))
+
+
 def _equal(one: Basic, other: Basic) -> bool:
     for values in _points(one, other):
-        first, second = (complex_value(node, values) for node in (one, other))
+        first = complex_value(one, values)
+        second = complex_value(other, values)
         if abs(first - second) > abs(first) * Rational(1, 10**40):
             return False
     return True
@@ -80,14 +89,14 @@ def _equal(one: Basic, other: Basic) -> bool:
 def _multiple(one: Basic, other: Basic) -> bool:
     ratios = []
     for values in _points(one, other):
-        first, second = (complex_value(node, values) for node in (one, other))
+        first = complex_value(one, values)
+        second = complex_value(other, values)
         if abs(second) < Rational(1, 10**60):
             return False
         ratios.append(first / second)
-    return (
-        all(abs(ratio - ratios[0]) <= abs(ratios[0]) * Rational(1, 10**40) for ratio in ratios)
-        and ratios[0] != 0
-    )
+    tolerance = abs(ratios[0]) * Rational(1, 10**40)
+    constant = all(abs(ratio - ratios[0]) <= tolerance for ratio in ratios)
+    return constant and ratios[0] != 0
 
 
 def _points(one: Basic, other: Basic) -> Iterator[dict[Symbol, Rational]]:
@@ -98,7 +107,7 @@ def _points(one: Basic, other: Basic) -> Iterator[dict[Symbol, Rational]]:
 
 
 def complex_value(node: Basic, values: dict[Symbol, Rational]) -> Basic:
-    """To 60 digits."""
+    """Evaluate to 60 digits."""
     found = node.subs(values).doit().evalf(60)
     if not found.is_number or found.has(Symbol):
         raise ValueError("no number")

@@ -1,5 +1,4 @@
-"""Training runs on disk: held-out accuracy over steps and tokens, and the seconds that these
-cost."""
+"""Training runs on disk: held-out accuracy over steps and tokens, and fitted costs in seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +16,16 @@ from scipy.optimize import nnls
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A run at one evaluation: sums over all steps so far."""
+    """State of a run at an evaluation: held-out accuracy, and sums over the steps until then."""
 
     step: int
     accuracy: float
     generated: float = 0.0
+    """Tokens generated."""
     trained: float = 0.0
+    """Tokens trained on."""
     measured: float = 0.0
-    """Wall-clock seconds; TRL's processor's seconds."""
+    """Wall-clock seconds; processor seconds in TRL's runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,49 +37,56 @@ class Run:
 
     @classmethod
     def read(cls, line: str) -> Run:
-        given = json.loads(line)
-        return cls(**given | {"points": [Point(*point) for point in given["points"]]})
+        fields = json.loads(line)
+        return cls(**fields | {"points": [Point(*point) for point in fields["points"]]})
 
     def line(self) -> str:
-        points = [
-            [p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)] for p in self.points
-        ]
+        points = []
+        for p in self.points:
+            points.append([p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)])
         return json.dumps(asdict(self) | {"points": points})
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step, of a token generated and of a token trained on."""
+    """Seconds per step, per token generated and per token trained on."""
 
     step: float
     generated: float
     trained: float
     error: float
+    """Mean relative error of the fit between two evaluations."""
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> Costs:
-        spans = [(b.step - a.step, b.generated - a.generated, b.trained - a.trained,
-        b.measured - a.measured)
-                 for run in runs for a, b in pairwise(run.points)]  # fmt: skip
+        """Fit non-negative costs to the measured seconds between evaluations (least squares)."""
+        spans = []
+        for run in runs:
+            for a, b in pairwise(run.points):
+                tokens = (b.generated - a.generated, b.trained - a.trained)
+                spans.append((b.step - a.step, *tokens, b.measured - a.measured))
         table = np.array(spans, np.float64)
+        # Division by the seconds weights relative errors equally.
         relative = table[:, :3] / table[:, 3:]
         found, _ = nnls(relative, np.ones(len(table)))
         return cls(*map(float, found), error=float(np.abs(relative @ found - 1.0).mean()))
 
     def seconds(self, point: Point) -> float:
-        return (
-            self.step * point.step + self.generated * point.generated + self.trained * point.trained
-        )
+        steps = self.step * point.step
+        generated = self.generated * point.generated
+        trained = self.trained * point.trained
+        return steps + generated + trained
 
     def to(self, run: Run, accuracy: float) -> float:
-        """Seconds to the accuracy; of the whole run where it was not reached."""
+        """Return the seconds until ``accuracy``; of the whole run if never reached."""
         return seconds_to(run, accuracy, self.seconds)
 
 
 def seconds_to(
     run: Run, accuracy: float, clock: Callable[[Point], float] = attrgetter("measured")
 ) -> float:
-    """As ``Costs.to``, by another clock."""
+    """Return the seconds on ``clock`` until ``accuracy``, interpolated between evaluations; of the
+    whole run if never reached."""
     for before, after in pairwise(run.points):
         if after.accuracy >= accuracy:
             share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
@@ -87,10 +95,11 @@ def seconds_to(
 
 
 class Store:
-    """All runs so far, on disk."""
+    """Finished runs, as lines of a file."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._lock = file, threading.Lock()
+        self._file = file
+        self._lock = threading.Lock()
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self.runs = {(run.arm, run.lr, run.seed): run for run in map(Run.read, lines)}

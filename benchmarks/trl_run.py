@@ -1,15 +1,25 @@
-"""One training by TRL's GRPOTrainer, in an environment of its own; against_trl.py and real_model.py
-run it.
+"""Training by TRL's GRPOTrainer, in TRL's environment, for ``against_trl.py``, ``real_curves.py``
+and ``time_to_accuracy.py``.
 
-Settings are those that suit it best on a CPU: fp32, no gradient checkpointing, one rollout per
-optimizer step and therefore no pass for old log-probabilities, no reference model, no dropout,
-nothing saved, PyTorch's fused AdamW.
+Settings suit TRL best on a CPU: fp32, no gradient checkpointing, one rollout per optimizer step and
+therefore no pass for old log-probabilities, no reference model, no dropout, no checkpoints,
+PyTorch's fused AdamW.
 
-The only argument is a JSON object: ``policy`` (Hugging Face directory), ``pool`` (JSONL with prompt
-and label), ``steps``, ``prompts`` per step, ``samples`` per prompt, ``max_response_tokens``,
-``batch`` (sequences per forward and backward pass), ``lr``, ``threads``, ``reward`` (``sum``,
-``exact`` or ``calculation``), ``settings`` (more of GRPOConfig, which win), and, if it
-evaluates itself, ``load_problems`` (a file like ``pool``) and ``evaluate_every`` (steps).
+The only argument is a JSON object:
+
+- ``policy``: Hugging Face directory
+- ``pool``: JSONL file with ``prompt`` and ``label``
+- ``steps``
+- ``prompts``: prompts per step
+- ``samples``: samples per prompt
+- ``max_response_tokens``
+- ``batch``: sequences per forward and backward pass
+- ``lr``
+- ``threads``
+- ``reward``: ``sum``, ``exact`` or ``calculation``
+- ``settings``: overrides of GRPOConfig
+- ``held_out`` (for evaluation during training): file like ``pool``
+- ``evaluate_every``: steps between evaluations
 """
 
 from __future__ import annotations
@@ -33,16 +43,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 class InTurn(TrainerCallback):
     def __init__(self, watch: StepWatch, more: Callable[[int], dict[str, float]]) -> None:
-        self._watch, self._more = watch, more
+        self._watch = watch
+        self._more = more
 
     def on_step_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
         self._watch.turn(partial(self._more, state.global_step))
 
 
 class Counted(GRPOTrainer):
-    """Counts the tokens of what goes through the backward pass."""
+    """Trainer with counts of real and padded tokens in the backward pass."""
 
-    slots = tokens = 0
+    slots = 0
+    """Tokens with padding."""
+    tokens = 0
+    """Tokens without padding."""
 
     def _compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]
@@ -54,16 +68,19 @@ class Counted(GRPOTrainer):
 
 
 def calculated(completion: list[dict[str, str]], truth: str) -> float:
-    """1 where the last calculation in a box makes the number."""
+    """Return 1 if the last boxed calculation gives the number, else 0."""
     boxes = re.findall(r"\\boxed\{([-+*/() \d]{1,80})\}", completion[0]["content"])
+    # A tower of powers could take forever.
+    if not boxes or "**" in boxes[-1]:
+        return 0.0
     try:
-        return float(bool(boxes) and "**" not in boxes[-1] and eval(boxes[-1]) == int(truth))
+        return float(eval(boxes[-1]) == int(truth))
     except (SyntaxError, TypeError, ZeroDivisionError):
         return 0.0
 
 
 def exact(completion: str, truth: str) -> float:
-    """1 where the text after the last number sign is the label."""
+    """Return 1 if the text after the last number sign is the label, else 0."""
     return float(completion.rpartition("#")[2].strip() == truth)
 
 
@@ -82,21 +99,19 @@ def rows_of(file: str) -> list[dict[str, str]]:
 def accuracy(
     trainer: GRPOTrainer, held_out: list[dict[str, str]], options: argparse.Namespace
 ) -> float:
-    """Share of the held-out prompts whose greedy answer scores 1."""
-    tokenizer, model = trainer.processing_class, trainer.model.eval()
-    asked = tokenizer(
-        [row["prompt"] for row in held_out], padding=True, padding_side="left", return_tensors="pt"
-    )
-    asked.pop("token_type_ids", None)
-    ids = model.generate(**asked, do_sample=False, max_new_tokens=options.max_response_tokens)
-    answers = tokenizer.batch_decode(
-        ids[:, asked["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    """Return the fraction of held-out prompts with a greedy answer of score 1."""
+    tokenizer = trainer.processing_class
+    model = trainer.model.eval()
+    texts = [row["prompt"] for row in held_out]
+    inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=options.max_response_tokens)
+    completion_ids = ids[:, inputs["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     model.train()
     score = SCORES[options.reward]
-    return sum(
-        score(answer, row["label"]) for answer, row in zip(answers, held_out, strict=True)
-    ) / len(held_out)
+    total = sum(score(answer, row["label"]) for answer, row in zip(answers, held_out, strict=True))
+    return total / len(held_out)
 
 
 def main() -> None:
@@ -110,13 +125,12 @@ def main() -> None:
     def reward(
         prompts: list[Any], completions: list[Any], label: list[str], **_: Any
     ) -> list[float]:
-        return [
-            score(completion, truth) for completion, truth in zip(completions, label, strict=True)
-        ]
+        return [score(*pair) for pair in zip(completions, label, strict=True)]
 
     def more(step: int) -> dict[str, float]:
-        evaluates = held_out and step % options.evaluate_every == 0
-        return {"accuracy": accuracy(trainer, held_out, options)} if evaluates else {}
+        if not held_out or step % options.evaluate_every:
+            return {}
+        return {"accuracy": accuracy(trainer, held_out, options)}
 
     with tempfile.TemporaryDirectory() as folder:
         own = dict(
@@ -143,13 +157,12 @@ def main() -> None:
             dataloader_pin_memory=False,
             model_init_kwargs={"dtype": "float32"},
         )
+        examples = [{"prompt": row["prompt"], "label": row["label"]} for row in rows]
         trainer = Counted(
             model=options.policy,
             reward_funcs=reward,
             args=GRPOConfig(**own | options.settings),
-            train_dataset=Dataset.from_list(
-                [{"prompt": row["prompt"], "label": row["label"]} for row in rows]
-            ),
+            train_dataset=Dataset.from_list(examples),
             processing_class=AutoTokenizer.from_pretrained(options.policy),
             callbacks=[InTurn(watch, more)],
         )

@@ -1,10 +1,12 @@
-"""Verdicts on wrong and right answers made from real labels: false positives, false negatives, and
-time.
+"""Verdicts on wrong and right answers made from real labels: false positives, false
+negatives and time.
 
-Ours and plain math-verify (``verify(parse(label), parse(answer))``) judge the same pairs. Wrong
-answers are labels with one change; one that is worth the same all the same is no false positive
-(``sympy_equivalence.py`` finds out). Right answers are the labels in other spellings, and for our
-verifier the worked solutions, each to its own problem.
+Our verifier and plain math-verify (``verify(parse(label), parse(answer))``) judge the same pairs.
+
+- Wrong answers are labels with one change. An accepted answer of equal value
+  (``sympy_equivalence.py``) is no false positive.
+- Right answers are the labels in other spellings.
+- Our verifier also judges the worked solution of each problem.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from megatron_dppo.rewards.math.completion import extract_marked_answer
 from megatron_dppo.rewards.math.verdict import grade_answer, math_verdict
 
 TRAINING = ("gsm8k_train.jsonl", "math_train_rllm.json")
-"""Files to train on, whose labels count where they are there."""
+"""Optional training files, as a source of further labels."""
 SHOWN = 10
 Judge = Callable[[str, str], bool]
 
@@ -47,19 +49,15 @@ def ours(label: str, answer: str) -> bool:
 
 
 def plain(label: str, answer: str) -> bool:
-    return bool(
-        verify(
-            *(
-                parse(text if "$" in text or r"\(" in text else f"${text}$")
-                for text in (label, answer)
-            )
-        )
-    )
+    return bool(verify(parse(_as_formula(label)), parse(_as_formula(answer))))
+
+
+def _as_formula(text: str) -> str:
+    return text if "$" in text or r"\(" in text else f"${text}$"
 
 
 def labels_and_solutions(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """All labels that differ, without what marks them; and worked solutions with the answer that
-    each has to reach."""
+    """Read distinct labels, without their marks, and pairs of a worked solution and its label."""
     labels: dict[str, None] = {}
     solutions = []
     for name, benchmark in BENCHMARKS.items():
@@ -69,25 +67,22 @@ def labels_and_solutions(folder: Path) -> tuple[list[str], list[tuple[str, str]]
             continue
         for question in questions:
             labels[question.label] = None
-            worked = str(question.row.values.get("solution", ""))
             if benchmark.worked:
                 worked = str(question.row.values[benchmark.label])
-            solutions.append(
-                (
-                    worked if "boxed" in worked or benchmark.worked else _boxed(question.label),
-                    question.label,
-                )
-            )
+            else:
+                worked = str(question.row.values.get("solution", ""))
+                if "boxed" not in worked:
+                    worked = _boxed(question.label)
+            solutions.append((worked, question.label))
     for name in TRAINING:
         if (folder / name).is_file():
             for row in read_rows(str(folder / name), "data.train"):
                 text = str(row["answer"])
-                label = extract_marked_answer(text) or text
+                marked = extract_marked_answer(text)
+                label = marked or text
                 if label.strip():
                     labels[label] = None
-                    solutions.append(
-                        (text if extract_marked_answer(text) else _boxed(label), label)
-                    )
+                    solutions.append((text if marked else _boxed(label), label))
     return list(labels), solutions
 
 
@@ -96,8 +91,11 @@ def _boxed(label: str) -> str:
 
 
 def judged(pairs: list[Pair], right: bool, judges: Judge) -> tuple[list[Pair], float]:
-    """The pairs whose verdict is not the one that they should have, and milliseconds per
-    verdict."""
+    """Return the misjudged pairs, and CPU milliseconds per verdict.
+
+    Args:
+        right: correct verdict on all pairs.
+    """
     wrong = []
     start = time.process_time()
     for pair in pairs:
@@ -117,25 +115,26 @@ def results(options: argparse.Namespace) -> dict[str, Any]:
     right = [Pair(label, answer, name) for label in labels for name, answer in respelled(label)]
     right = random.Random(options.seed).sample(right, min(len(right), options.right))
     found: dict[str, Any] = {
-        "labels": len(labels), "wrong_answers": len(wrong), "right_answers": len(right),
-        "seed": options.seed
-    }  # fmt: skip
+        "labels": len(labels),
+        "wrong_answers": len(wrong),
+        "right_answers": len(right),
+        "seed": options.seed,
+    }
     for name, judges in (("ours", ours), ("math_verify", plain)):
-        for pair in right[:20]:  # grammars are built at the first calls
+        # The first calls build grammars.
+        for pair in right[:20]:
             judges(pair.label, pair.answer)
         accepted, of_wrong = judged(wrong, False, judges)
         refused, of_right = judged(right, True, judges)
         false = [pair for pair in accepted if not equivalent(pair.label, pair.answer)]
+        total = of_wrong * len(wrong) + of_right * len(right)
+        shown = false[:SHOWN] + refused[:SHOWN]
         found[name] = {
             "false_positives": len(false),
             "right_all_the_same": len(accepted) - len(false),
             "false_negatives": len(refused),
-            "milliseconds": (of_wrong * len(wrong) + of_right * len(right))
-            / max(1, len(wrong) + len(right)),
-            "examples": [
-                f"{pair.label}  <-  {pair.answer}  ({pair.change})"
-                for pair in false[:SHOWN] + refused[:SHOWN]
-            ],
+            "milliseconds": total / max(1, len(wrong) + len(right)),
+            "examples": [f"{pair.label}  <-  {pair.answer}  ({pair.change})" for pair in shown],
         }
     found["milliseconds_over_math_verify"] = (
         found["ours"]["milliseconds"] / found["math_verify"]["milliseconds"]
@@ -160,7 +159,8 @@ def main() -> None:
         right=(5_000, "right answers"),
         seed=0,
     ).parse_args()
-    logging.disable(logging.ERROR)  # math-verify warns of each text that it cannot read
+    # math-verify warns of each unreadable text.
+    logging.disable(logging.ERROR)
     finish(results(options), options)
 
 

@@ -1,10 +1,11 @@
-"""Word problems of five families as JSONL, and a policy of two million parameters warmed up on
-them: a second task beside the quickstart's sums for ``efficiency.py`` and ``time_to_accuracy.py``.
+"""Word problems of five families as JSONL, with a warmed-up policy of two million parameters:
+after the quickstart's sums, a second task for ``efficiency.py`` and ``time_to_accuracy.py``.
 
-Prompts differ in kind, length and difficulty: a problem has one to six steps of arithmetic. The
-warm-up's teacher forgets most carries and borrows, and in most families stops before the last step
-more often than not. Rewards see the result alone; training finds out that carrying pays, and that
-going on pays. Held-out problems, the training pool and the warm-up's lessons share no question.
+- Prompts differ in kind, length and difficulty: a problem has one to six steps of arithmetic.
+- The warm-up's teacher forgets most carries and borrows. In most families, the teacher omits the
+  last step of most problems.
+- The reward depends on the result alone. Training discovers the value of carries and last steps.
+- Held-out problems, the training pool and the warm-up's lessons share no question.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from __future__ import annotations
 import json
 import operator
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from harness import package_command
+
 from megatron_dppo.init import write_model
 from megatron_dppo.process.files import replace_file
 
-HELD_OUT, POOL, LESSONS = 400, 1024, 8192
-"""Problems of each."""
+# Numbers of problems.
+HELD_OUT = 400
+POOL = 1024
+LESSONS = 8192
 FORGOTTEN_CARRIES = 0.65
-"""Share of the carries and borrows that the warm-up's teacher forgets."""
+"""Fraction of carries and borrows forgotten by the warm-up's teacher."""
 NAMES = ("Anna", "Ben", "Eva", "Tom")
 THINGS = ("apples", "books", "cards", "coins", "pens")
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -38,56 +41,59 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(slots=True)
 class Scratchpad:
-    """Where a problem is worked out, one line a step; wrong from the first slip on.
+    """Worked answer, one line a step. A slip carries over to all later steps.
 
-    With ``carries_forgotten`` 1, ``work(17, "+", 5)`` writes ``17+5=12`` and is 12.
+    With ``carries_forgotten`` 1, ``work(17, "+", 5)`` writes ``17+5=12`` and returns 12.
     """
 
     draw: random.Random
     carries_forgotten: float = 0.0
-    """Share of the additions with a carry, and of the subtractions with a borrow, that are worked
-    out without."""
+    """Probability of a forgotten carry (addition) or borrow (subtraction)."""
     ends_forgotten: float = 0.0
-    """Share of the problems of which the last step is left out."""
+    """Probability of an omitted last step."""
     lines: list[str] = field(default_factory=list)
 
     def work(self, left: int, sign: str, right: int) -> int:
         result = OPERATIONS[sign](left, right)
-        carry = {"+": -10 * (left % 10 + right % 10 >= 10), "-": 10 * (left % 10 < right % 10)}.get(
-            sign, 0
-        )
+        carries = sign == "+" and left % 10 + right % 10 >= 10
+        borrows = sign == "-" and left % 10 < right % 10
         if self.draw.random() < self.carries_forgotten:
-            result += carry
+            result += 10 * (borrows - carries)
         self.lines.append(f"{left}{sign}{right}={result}")
         return result
 
     def finish(self, left: int, sign: str, right: int) -> int:
-        """The last step, or what the one before it came to."""
-        return left if self.draw.random() < self.ends_forgotten else self.work(left, sign, right)
+        """Return the result of the last step, or ``left`` if the step is omitted."""
+        if self.draw.random() < self.ends_forgotten:
+            return left
+        return self.work(left, sign, right)
 
 
 Solution = Callable[[Scratchpad], int]
-"""Works a problem out, with or without slips."""
+"""Work out a problem, with or without slips; return the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One sort of word problem."""
+    """Kind of word problem."""
 
     draw: Callable[[random.Random], tuple[str, Solution]]
-    """A question and its solution."""
+    """Draw a question and the solution."""
     ends_forgotten: float
-    """Share of its problems of which the warm-up's teacher forgets the last step."""
+    """Fraction of problems without a last step in the teacher's answers."""
 
 
 def changes(draw: random.Random) -> tuple[str, Solution]:
-    """One to five things happen to a number; every step counts, none is the last by its words."""
-    name, things = draw.choice(NAMES), draw.choice(THINGS)
+    """Change a number one to five times. All steps count; no wording marks the last step."""
+    name = draw.choice(NAMES)
+    things = draw.choice(THINGS)
     have = draw.randint(5, 40)
-    question, steps = f"{name} has {have} {things}.", []
+    question = f"{name} has {have} {things}."
+    steps = []
     total = have
     for _ in range(draw.randint(1, 5)):
-        sign, number = "+" if total < 20 or draw.random() < 0.5 else "-", draw.randint(2, 12)
+        sign = "+" if total < 20 or draw.random() < 0.5 else "-"
+        number = draw.randint(2, 12)
         question += f" {name} {'gets' if sign == '+' else 'gives away'} {number}."
         steps.append((sign, number))
         total = OPERATIONS[sign](total, number)
@@ -103,7 +109,8 @@ def changes(draw: random.Random) -> tuple[str, Solution]:
 
 def boxes(draw: random.Random) -> tuple[str, Solution]:
     things = draw.choice(THINGS)
-    count, each = draw.randint(3, 9), draw.randint(4, 9)
+    count = draw.randint(3, 9)
+    each = draw.randint(4, 9)
     sign, words = draw.choice((("+", "lie beside them"), ("-", "are missing")))
     number = draw.randint(2, 12)
     question = f"{count} boxes hold {each} {things} each. {number} {words}. How many are there?"
@@ -112,7 +119,9 @@ def boxes(draw: random.Random) -> tuple[str, Solution]:
 
 def shares(draw: random.Random) -> tuple[str, Solution]:
     things = draw.choice(THINGS)
-    friends, each, before = draw.randint(2, 9), draw.randint(3, 9), draw.randint(2, 30)
+    friends = draw.randint(2, 9)
+    each = draw.randint(3, 9)
+    before = draw.randint(2, 30)
     question = (
         f"{friends} friends had {before} {things} each. They share {friends * each} more. "
         "How many has each?"
@@ -121,9 +130,11 @@ def shares(draw: random.Random) -> tuple[str, Solution]:
 
 
 def together(draw: random.Random) -> tuple[str, Solution]:
-    """Two to four people, each with more than the one before."""
-    names, things = draw.sample(NAMES, draw.randint(2, 4)), draw.choice(THINGS)
-    first, more = draw.randint(3, 12), [draw.randint(2, 9) for _ in names[1:]]
+    """Name two to four people in ascending order of belongings."""
+    names = draw.sample(NAMES, draw.randint(2, 4))
+    things = draw.choice(THINGS)
+    first = draw.randint(3, 12)
+    more = [draw.randint(2, 9) for _ in names[1:]]
     question = f"{names[0]} has {first} {things}."
     for (previous, name), number in zip(pairwise(names), more, strict=True):
         question += f" {name} has {number} more than {previous}."
@@ -141,9 +152,12 @@ def together(draw: random.Random) -> tuple[str, Solution]:
 
 
 def shopping(draw: random.Random) -> tuple[str, Solution]:
-    name, (one, other) = draw.choice(NAMES), draw.sample(THINGS, 2)
-    price, dearer = draw.randint(2, 5), draw.randint(5, 9)
-    few, many = draw.randint(2, 5), draw.randint(2, 5)
+    name = draw.choice(NAMES)
+    one, other = draw.sample(THINGS, 2)
+    price = draw.randint(2, 5)
+    dearer = draw.randint(5, 9)
+    few = draw.randint(2, 5)
+    many = draw.randint(2, 5)
     prices = f"{one} cost {price}, {other} cost {dearer}."
 
     def solve(pad: Scratchpad) -> int:
@@ -152,56 +166,56 @@ def shopping(draw: random.Random) -> tuple[str, Solution]:
     return f"{prices} {name} buys {few} {one} and {many} {other}. How much is that?", solve
 
 
-FAMILIES = {
-    "changes": Family(changes, ends_forgotten=0.0),
-    "boxes": Family(boxes, ends_forgotten=0.55),
-    "shares": Family(shares, ends_forgotten=0.65),
-    "together": Family(together, ends_forgotten=0.6),
-    "shopping": Family(shopping, ends_forgotten=0.4),
-}
+FAMILIES = (
+    Family(changes, ends_forgotten=0.0),
+    Family(boxes, ends_forgotten=0.55),
+    Family(shares, ends_forgotten=0.65),
+    Family(together, ends_forgotten=0.6),
+    Family(shopping, ends_forgotten=0.4),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """One problem: ``Ben has 17 pens. Ben gets 5. How many now?`` with label ``22``, and
+    """Word problem: ``Ben has 17 pens. Ben gets 5. How many now?``, label ``22``, worked answer
     ``17+5=12\\n#12``."""
 
-    family: str
     question: str
     label: str
     worked_answer: str
-    """As the warm-up's teacher writes it: a line a step, then the result."""
+    """The warm-up teacher's answer: a line a step, then the result."""
 
 
 def word_problems(count: int, seed: int = 0) -> list[WordProblem]:
-    """Distinct problems, of all families in turn; the first ones are the same for every count."""
+    """Draw distinct problems from all families in turn. A larger ``count`` appends problems."""
     draw = random.Random(seed)
     found: dict[str, WordProblem] = {}
     while len(found) < count:
-        name = list(FAMILIES)[len(found) % len(FAMILIES)]
-        question, solve = FAMILIES[name].draw(draw)
-        teacher = Scratchpad(draw, FORGOTTEN_CARRIES, FAMILIES[name].ends_forgotten)
+        family = FAMILIES[len(found) % len(FAMILIES)]
+        question, solve = family.draw(draw)
+        teacher = Scratchpad(draw, FORGOTTEN_CARRIES, family.ends_forgotten)
         result = solve(teacher)
         answer = "\n".join([*teacher.lines, f"#{result}"])
-        problem = WordProblem(name, question + "\n", str(solve(Scratchpad(draw))), answer)
-        found.setdefault(question, problem)  # one that comes again changes nothing
+        problem = WordProblem(question + "\n", str(solve(Scratchpad(draw))), answer)
+        # A repeated question keeps the first answer.
+        found.setdefault(question, problem)
     return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The files of the task."""
+    """Files of the task."""
 
     folder: Path
 
     @property
     def policy(self) -> Path:
-        """The warmed-up policy, as a Hugging Face directory."""
+        """Warmed-up policy (Hugging Face directory)."""
         return self.folder / "warm"
 
     @property
     def settings(self) -> list[str]:
-        """What makes a configuration of the quickstart's train on this task, on one rank."""
+        """Overrides of the quickstart's configuration for this task, on one rank."""
         return [
             f"data.train={self.folder / 'train.jsonl'}",
             f"data.eval={self.folder / 'held_out.jsonl'}",
@@ -215,16 +229,18 @@ class Prepared:
 
 
 def prepared(folder: Path) -> Prepared:
-    """Problems, tokenizer, policy and warm-up, made where they are not there yet: some minutes on
+    """Write problems and tokenizer, and warm up the policy, unless the files exist: some minutes on
     one core."""
     made = Prepared(folder)
-    lessons, train = folder / "lessons.jsonl", folder / "train.jsonl"
+    lessons = folder / "lessons.jsonl"
+    train = folder / "train.jsonl"
     if not train.exists():
         problems = word_problems(HELD_OUT + POOL + LESSONS)
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "held_out.jsonl", problems[:HELD_OUT])
         _write(lessons, problems[HELD_OUT + POOL :])
-        _write(train, problems[HELD_OUT : HELD_OUT + POOL])  # last: where it is, the others are
+        # Written last: train.jsonl marks the completion of all three files.
+        _write(train, problems[HELD_OUT : HELD_OUT + POOL])
     if not (made.policy / "config.json").exists():
         initial = folder / "initial"
         write_model(
@@ -237,22 +253,16 @@ def prepared(folder: Path) -> Prepared:
             vocab_size=512,
             overwrite=True,
         )
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_dppo",
-            "sft",
-            "configs/quickstart.yaml",
+        settings = [
             *made.settings,
-        ]
-        command += [
             f"data.train={lessons}",
             "data.response_key=response",
             f"model.path={initial}",
             "sft.steps=700",
+            f"sft.out={made.policy}",
+            f"run.dir={folder / 'sft'}",
         ]
-        command += [f"sft.out={made.policy}", f"run.dir={folder / 'sft'}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        package_command("sft", "configs/quickstart.yaml", *settings)
     return made
 
 

@@ -1,24 +1,28 @@
-"""A reward for policies that seldom solve a problem: 1 for the right answer, a part for its form
-and for coming close.
+"""Reward for policies that seldom solve a problem: 1 for the right answer, partial credit for form
+and closeness.
 
-Use it with ``reward.function=configs/gsm8k_reward.py:compute_score``. Without partial credit a weak
-policy's groups are all wrong alike, and where all rewards are equal there is nothing to learn from.
+Set ``reward.function=configs/gsm8k_reward.py:compute_score``. Without partial credit, a weak
+policy's groups have wrong answers only, and equal rewards give no gradient.
 """
 
 import re
 
 FORM = 0.1
-"""For ending as GSM8K's answers do: ``#### 72``."""
+"""Credit for GSM8K's ending: ``#### 72``."""
 CLOSENESS = 0.4
-"""For the size of the number: all of it at the right value, half of it when off by as much as the
-answer itself."""
+"""Credit for a close number: full at the right value, half at an error of 100%."""
 
 ANSWER = re.compile(r"#### *\$?(-?[\d,]*\.?\d+)")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's signature: the decoded response and the label in, a score and whether it is correct
-    (``acc``) out."""
+    """Return the score of a decoded response, and whether the answer is correct (``acc``); verl's
+    signature.
+
+    Args:
+        solution_str: decoded response
+        ground_truth: label
+    """
     gold = last_answer(ground_truth)
     if gold is None:
         gold = float(ground_truth.replace(",", ""))
@@ -32,6 +36,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def last_answer(text):
-    """The number after the last ``####``, or None."""
+    """Return the number after the last ``####``, or None."""
     found = ANSWER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
