@@ -57,7 +57,8 @@ class Objective:
     mask_above: float = math.inf
     """Larger weights count as 0."""
     overlong_share: float = 0.0
-    """Fraction of the response limit, at its end, in which longer responses get a growing penalty."""
+    """Fraction of the response limit, at its end, in which a longer response has a growing penalty.
+    """
 
 
 OBJECTIVES: dict[str, Objective] = {
