@@ -31,8 +31,8 @@ once, after 21 tuning runs.
   seconds. ``over_trl`` compares TRL's best arm with our best pruned arm, seed by seed, in runs at
   the same time (``--jobs 2``), except for runs already in the store. Our runs count in wall-clock
   seconds, never less than processor seconds.
-- Each arm is evaluated after every twentieth of the arm's work, on 400 problems; accuracy is
-  interpolated between evaluations.
+- Each arm is evaluated after every twentieth of the arm's work, on 400 word
+  problems or 200 sums; accuracy is interpolated between evaluations.
 
 Every run is appended to ``--store``. A repeated call skips stored runs.
 """
@@ -76,7 +76,7 @@ QUICKSTART = Path("configs/quickstart.yaml")
 WARM_UP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
 """Learning rate schedule of the quickstart."""
 PROBLEMS = 400
-"""Held-out problems per evaluation."""
+"""Most held-out problems per evaluation; the quickstart holds out 200 sums."""
 TRL_BATCH = 32
 """Sequences per forward and backward pass of TRL: 16, 64 and 128 took the same time within 5%."""
 

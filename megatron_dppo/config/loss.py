@@ -190,17 +190,19 @@ class ScheduleConfig(Section):
 
 
 class PromptPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling"] = "neyman"
+    rule: Literal[
+        "none", "threshold", "neyman", "threshold_deterministic", "greso", "dynamic_sampling"
+    ] = "neyman"
     """Rule of the pruning. Unbiased: ``none``, threshold (the paper's), neyman (smallest variance).
-    Biased: greso (skips prompts that repeatedly gave equal rewards), dynamic_sampling (DAPO's:
-    replaces groups of equal reward)."""
+    Biased: threshold_deterministic (the paper's Appendix A), greso (skips prompts that repeatedly
+    gave equal rewards), dynamic_sampling (DAPO's: replaces groups of equal reward)."""
     function: str | None = None
     """User-defined rule, ``file.py:function`` or ``module:function``, which replaces ``rule``: a
     function from candidates with reward histories, and ``keep``, to inclusion probabilities."""
     keep: Fraction = 0.85
-    """neyman: fraction of the window to roll out, measured by expected tokens; threshold: 1 − r,
-    the probability of a low-scored prompt. greso and dynamic_sampling have no budget and ignore
-    this."""
+    """neyman: fraction of the window to roll out, measured by expected tokens; threshold and
+    threshold_deterministic: 1 − r, the probability or fraction of low-scored prompts. greso and
+    dynamic_sampling have no budget and ignore this."""
     floor: Fraction = 0.2
     """neyman, function: smallest inclusion probability of a prompt."""
     draw: Literal["systematic", "bernoulli"] | None = None

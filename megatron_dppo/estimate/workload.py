@@ -343,7 +343,7 @@ def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[flo
             rolled = window if refilled else window * assume.mixed_share
             usable = rolled
             live = 1.0
-        case "threshold":
+        case "threshold" | "threshold_deterministic":
             rolled = usable = window * (threshold + assume.low_share * keep)
         case rule:
             rolled = usable = window * (keep if rule == "neyman" else 1.0)

@@ -5,6 +5,7 @@ A new rule is a function for :class:`Rule`, and an entry of ``PROMPT_RULES``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -66,6 +67,21 @@ def apply_threshold(candidates: PromptCandidates, keep: float) -> Floats:
     return np.where(low, keep, 1.0)
 
 
+def apply_threshold_deterministic(candidates: PromptCandidates, keep: float) -> Floats:
+    """Apply the DPPO paper's Appendix A to prompts, which drops by rank, not at random.
+
+    0 for the floor((1 − keep)·n) lowest scores of the n prompts that ``threshold`` may drop (the
+    first of equal scores), else 1. Kept prompts have weight 1.
+    """
+    kept = np.ones_like(candidates.last_magnitude)
+    (low,) = np.nonzero(apply_threshold(candidates, keep) < 1.0)
+    # Rounding may leave the product just below an integer.
+    dropped = math.floor((1.0 - keep) * len(low) + 1e-9)
+    order = np.argsort(candidates.last_magnitude[low], kind="stable")
+    kept[low[order[:dropped]]] = 0.0
+    return kept
+
+
 def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
     """Minimise variance at a budget of generated tokens: probabilities proportional to √(E[Σ
     h²]/E[tokens]), between floor and 1.
@@ -102,6 +118,10 @@ PROMPT_RULES: Mapping[str, Rule[PromptCandidates]] = {
     "none": Rule(keep_all),
     "threshold": Rule(apply_threshold, draw_bernoulli),
     "neyman": Rule(apply_neyman),
+    "threshold_deterministic": Rule(
+        apply_threshold_deterministic,
+        biased="it drops the lowest scores by rank, whose inclusion probability is 0",
+    ),
     "greso": Rule(apply_greso, draw_bernoulli, biased="rarely kept prompts get no larger weight"),
     "dynamic_sampling": Rule(
         apply_dynamic_sampling,

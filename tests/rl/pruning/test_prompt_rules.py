@@ -76,6 +76,19 @@ def test_greso_skips_more_after_more_visits_of_equal_reward():
     )
 
 
+def test_appendix_a_drops_the_lowest_scores_that_threshold_may_drop():
+    magnitude = [0.3, 0.1, np.nan, 2.0, 0.2, 1.9, 0.4]  # four lie below the mean of the seen
+    known = {"magnitude": magnitude}
+    np.testing.assert_array_equal(
+        inclusion("threshold_deterministic", 0.5, [1.0] * 7, **known), [1, 0, 1, 1, 0, 1, 1]
+    )
+    np.testing.assert_array_equal(
+        inclusion("threshold_deterministic", 0.7, [1.0] * 7, **known), [1, 0, 1, 1, 1, 1, 1]
+    )
+    unseen = {"magnitude": [np.nan] * 7}
+    assert inclusion("threshold_deterministic", 0.5, [1.0] * 7, **unseen).all()
+
+
 @pytest.mark.parametrize("rule", PROMPT_RULES)
 def test_share_of_one_keeps_all_prompts(rule):
     np.testing.assert_array_equal(

@@ -8,6 +8,7 @@ from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
 from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.draw import compute_completion_terms, prune_minibatch
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import (
     compute_resample_size,
     compute_window_size,
@@ -118,7 +119,7 @@ def test_divisor_and_weights_of_a_rule(rule, z):
     assert any("is biased" in note for note in found.notes) == bool(rule)
 
 
-@pytest.mark.parametrize("prompts", ["none", "neyman", "threshold", "greso", "dynamic_sampling"])
+@pytest.mark.parametrize("prompts", sorted(PROMPT_RULES))
 @pytest.mark.parametrize("completions", sorted(COMPLETION_RULES))
 def test_step_whose_groups_all_failed_trains_on_nothing(prompts, completions):
     """Each group lost a completion to a failed scoring, or all rewards are equal."""
