@@ -41,10 +41,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from arms import UNPRUNED, neyman, pruning, threshold
 from estimator import Window
 from harness import arguments, finish, mean_and_reach
 from real_gradients import norm
-from time_to_accuracy import FEW, FEWER, LESS, MILD, OFF, SEVEN_TENTHS, pruned
 from training_stages import TASKS, Stage, measure, training_stages
 
 from megatron_dppo.config import Config, replace
@@ -64,33 +64,51 @@ KEEPS = (1, 0.85, 0.7, 0.5, 0.3), (1, 0.7, 0.5, 0.3, 0.2, "auto")
 """Grid of kept fractions: prompts, and tokens of completions."""
 BASELINE = "unpruned"
 HALF = "unpruned, half of the prompts"
-DEFAULT = "0.85 / auto, the default"
-HALF_OF_TOKENS = ("pruning.completions.keep=0.5",)
+QUARTER = "unpruned, a quarter"
+DEFAULT = "prompts 0.85, tokens auto, weights to 10"
 ARMS: Mapping[str, tuple[str, ...]] = {
-    BASELINE: OFF,
-    HALF: OFF,
-    "unpruned, a quarter": OFF,
-    DEFAULT: (),
-    "0.85 / auto, weights to 5": ("pruning.max_weight=5",),
-    "0.85 / auto, weights to 20": ("pruning.max_weight=20",),
-    "0.85 / 0.5, weights to 10": HALF_OF_TOKENS,
-    "0.7 / auto, weights to 10": SEVEN_TENTHS,
-    "0.7 / 0.5, weights to 5": MILD,
-    "0.7 / 0.3, weights to 10": (*SEVEN_TENTHS, *LESS),
-    "0.5 / 0.3, weights to 10": ("pruning.prompts.keep=0.5", *LESS),
-    "0.4 / 0.3, weights to 10": FEW,
-    "0.3 / 0.3, weights to 10": FEWER,
-    "prompts 0.85 alone": pruned("neyman", "none"),
-    "prompts 0.7 alone": pruned("neyman", "none", *SEVEN_TENTHS),
-    "completions auto alone": pruned("none", "neyman"),
-    "completions 0.5 alone": pruned("none", "neyman", *HALF_OF_TOKENS),
-    "threshold (DPPO's paper)": pruned("threshold", "threshold"),
-    "top_k (CPPO)": pruned("none", "top_k"),
-    "greso": pruned("greso", "none"),
+    BASELINE: UNPRUNED,
+    HALF: UNPRUNED,
+    QUARTER: UNPRUNED,
+    DEFAULT: neyman(0.85, "auto"),
+    "prompts 0.85, tokens auto, weights to 5": neyman(0.85, "auto", max_weight=5.0),
+    "prompts 0.85, tokens auto, weights to 20": neyman(0.85, "auto", max_weight=20.0),
+    "prompts 0.85, tokens 0.5, weights to 10": neyman(0.85, 0.5),
+    "prompts 0.7, tokens auto, weights to 10": neyman(0.7, "auto"),
+    "prompts 0.7, tokens 0.5, weights to 5": neyman(0.7, 0.5, max_weight=5.0),
+    "prompts 0.7, tokens 0.3, weights to 10": neyman(0.7, 0.3),
+    "prompts 0.5, tokens 0.3, weights to 10": neyman(0.5, 0.3),
+    "prompts 0.4, tokens 0.3, weights to 10": neyman(0.4, 0.3),
+    "prompts 0.3, tokens 0.3, weights to 10, floor 0.15": neyman(0.3, 0.3, floor=0.15),
+    "prompts 0.85 alone": neyman(0.85, None),
+    "prompts 0.7 alone": neyman(0.7, None),
+    "tokens auto alone, weights to 10": neyman(None, "auto"),
+    "tokens 0.5 alone, weights to 10": neyman(None, 0.5),
+    "DPPO: threshold, r 0.15 / 0.5, weights to 10": pruning(
+        "threshold", "threshold", keep=(0.85, 0.5)
+    ),
+    "CPPO: top_k 0.5, divided by all": pruning(completions="top_k", keep=(1.0, 0.5)),
+    "GRESO: greso, not refilled": pruning("greso", keep=(0.5, 1.0)),
 }
-FRACTIONS = {HALF: 2, "unpruned, a quarter": 4}
-GENEROUS = ("pruning.prompts.floor=0.02", "pruning.max_weight=50")
-"""Settings of the grid and the bound, chosen so that no floor limits either."""
+PAPER: Mapping[str, tuple[str, ...]] = {
+    BASELINE: UNPRUNED,
+    HALF: UNPRUNED,
+    DEFAULT: neyman(0.85, "auto"),
+    "CPPO: top_k 0.5, divided by the kept": pruning(
+        completions="top_k", keep=(1.0, 0.5), normaliser="kept"
+    ),
+    "CPPO: top_k 0.125, divided by the kept": pruning(
+        completions="top_k", keep=(1.0, 0.125), normaliser="kept"
+    ),
+    "GRESO: greso, not refilled": pruning("greso", keep=(0.5, 1.0)),
+    "DPPO: threshold, r 0.3 / 0.3, weights to 2.1": threshold(0.3, 0.3),
+    "DPPO: threshold, r 0.5 / 0.5, weights to 4": threshold(0.5, 0.5),
+    "DPPO: threshold, r 0.7 / 0.7, weights to 11.2": threshold(0.7, 0.7),
+    "DPPO: threshold, r 0.9 / 0.9, weights to 100": threshold(0.9, 0.9),
+    "DPPO: threshold_deterministic, r 0.5 / 0.5": threshold(0.5, 0.5, "threshold_deterministic"),
+}
+"""Arms of ``--paper``: the methods of ``paper_table.py``."""
+FRACTIONS = {HALF: 2, QUARTER: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +228,7 @@ def timed_steps(trainer: Trainer, repeats: int) -> list[tuple[float, float, floa
     own = trainer.config
     rng = np.random.default_rng(trainer.step)
     rows = []
-    unpruned = configured(trainer, *OFF)
+    unpruned = configured(trainer, *UNPRUNED)
     for size, config in itertools.product(SIZES * (1 + repeats), (own, unpruned)):
         trainer.config = config
         count = round(size * own.rollout.prompts_per_step)
@@ -301,13 +319,16 @@ class Visit:
         base = self.steps[BASELINE]
         grid = _select_arms(arms, "grid ")
         known = _select_arms(arms, "known ")
-        bests = {}
+        bests: dict[str, Any] = {}
         if grid:
             bests["best_of_grid"] = _best(grid)
         if known:
             bests["best_known"] = _best(known)
-        bound = max(bests.values(), key=lambda found: found["efficiency"])
-        own = {each: arms[each] for each in ARMS}
+        if bests:
+            bests["bound"] = max(bests.values(), key=lambda found: found["efficiency"])
+            best = bests["bound"]["efficiency"]
+            bests["default_over_bound"] = arms[DEFAULT]["efficiency"] / best
+        own = {each: arms[each] for each in arms if not each.startswith(("grid ", "known "))}
         return {
             "stage": self.name,
             "step": self.step,
@@ -322,10 +343,8 @@ class Visit:
             "arms": own,
             "grid": {keep: found["efficiency"] for keep, found in grid.items()},
             **bests,
-            "bound": bound,
             "smaller_batch": own[HALF],
             "default_efficiency": own[DEFAULT]["efficiency"],
-            "default_over_bound": own[DEFAULT]["efficiency"] / bound["efficiency"],
         }
 
 
@@ -339,10 +358,11 @@ def visited(trainer: Trainer, name: str, options: Any) -> Visit:
             f"--windows {options.windows} of {size} prompts are more than the pool's "
             f"{len(trainer.pool)}"
         )
-    configs = {each: configured(trainer, *settings) for each, settings in ARMS.items()}
-    for prompts, completions in itertools.product(*KEEPS):
-        settings = (*GENEROUS, *_keeps(prompts, completions))
-        configs[f"grid {prompts} / {completions}"] = configured(trainer, *settings)
+    arms = PAPER if options.paper else ARMS
+    configs = {each: configured(trainer, *settings) for each, settings in arms.items()}
+    for prompts, completions in () if options.paper else itertools.product(*KEEPS):
+        own = neyman(prompts, completions, floor=0.02, max_weight=50.0)
+        configs[f"grid {prompts} / {completions}"] = configured(trainer, *own)
     steps: dict[str, list[Step]] = {}
     right = []
     live = []
@@ -377,12 +397,8 @@ def _best(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {"keep": keep, **found[keep]}
 
 
-def _keeps(prompts: float, completions: float | str) -> tuple[str, str]:
-    return f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}"
-
-
 def configured(trainer: Trainer, *settings: str) -> Config:
-    """Return the run's configuration, with the quickstart's pruning under these settings."""
+    """Return the run's configuration with an arm's pruning."""
     pruning = load_config("configs/quickstart.yaml", settings).pruning
     return replace(trainer.config, pruning=pruning)
 
@@ -429,6 +445,9 @@ def main() -> None:
             "rollouts of a window, by which the bound knows how likely a prompt's group is to be "
             "mixed; 0: none",
         ),
+    )
+    parser.add_argument(
+        "--paper", action="store_true", help="the methods of paper_table.py, without a bound"
     )
     parser.add_argument("--task", choices=list(TASKS), default="sums")
     parser.add_argument("settings", nargs="*", help="more settings of the training")

@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arms import UNPRUNED, neyman
 from efficiency import (
     BASELINE,
-    OFF,
     Costs,
     Way,
     configured,
     costs_of,
-    pruned,
     timed_steps,
     with_interval,
 )
@@ -50,7 +49,7 @@ from megatron_dppo.train import Trainer
 LARGEST = 16
 USUAL = 8
 SIZES = (2, 4, USUAL, LARGEST)
-ARMS = {BASELINE: OFF, "completions auto": pruned("none", "neyman")}
+ARMS = {BASELINE: UNPRUNED, "tokens auto alone, weights to 10": neyman(None, "auto")}
 
 
 @dataclass(frozen=True, slots=True)

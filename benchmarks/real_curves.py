@@ -36,8 +36,8 @@ from typing import Any
 
 from against_trl import Arm as Process
 from against_trl import trl_python
+from arms import UNPRUNED, neyman
 from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
-from time_to_accuracy import FEW, MILD, OFF
 
 from megatron_dppo.observe.metrics import read_metrics
 
@@ -46,7 +46,8 @@ CONFIG = "configs/smollm2_steps.yaml"
 TRL = "TRL, 16 prompts"
 BASELINE = "unpruned, 32 prompts"
 LIKE = "unpruned, 16 prompts"
-EQUAL_NOISE = "equal noise, 16 prompts"
+EQUAL_NOISE = "prompts 0.85, tokens auto, weights to 10, noise 1, 16 prompts"
+MILD = "prompts 0.7, tokens 0.5, weights to 5, 32 prompts"
 SIXTEEN = "rollout.prompts_per_step=16"
 TRL_PROMPTS = 16
 SAMPLES = 8
@@ -69,11 +70,13 @@ class Arm:
 
 
 ARMS = {
-    BASELINE: Arm(24, 5.6e-5, OFF, "#94a3b8"),
-    LIKE: Arm(44, 4e-5, (*OFF, SIXTEEN), "#475569"),
-    EQUAL_NOISE: Arm(44, 4e-5, ("pruning.target_noise=1", SIXTEEN), "#7c3aed"),
-    "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
-    "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
+    BASELINE: Arm(24, 5.6e-5, UNPRUNED, "#94a3b8"),
+    LIKE: Arm(44, 4e-5, (*UNPRUNED, SIXTEEN), "#475569"),
+    EQUAL_NOISE: Arm(44, 4e-5, (*neyman(0.85, "auto", target_noise=1.0), SIXTEEN), "#7c3aed"),
+    MILD: Arm(36, 4.7e-5, neyman(0.7, 0.5, max_weight=5.0), "#2563eb"),
+    "prompts 0.4, tokens 0.3, weights to 10, 32 prompts": Arm(
+        48, 3.5e-5, neyman(0.4, 0.3), "#ea580c"
+    ),
     TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
 Points = list[tuple[float, float]]
@@ -245,7 +248,8 @@ def at_equal_noise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-DRAWN = (LIKE, "pruned, mild", TRL)
+DRAWN = {LIKE: LIKE, MILD: "pruned: " + MILD.replace(", weights", ",\nweights"), TRL: TRL}
+"""Arms, and their texts in the picture."""
 
 
 def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
@@ -271,7 +275,7 @@ def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
         panel.plot(minutes, means, color=colour, lw=2.5, marker="o", ms=4)
         seeds = f"{len(curves)} seeds" if len(curves) > 1 else "one seed"
         panel.annotate(
-            f"{name}, {seeds}",
+            f"{DRAWN[name]}, {seeds}",
             (minutes[-1], means[-1]),
             (8, -3),
             textcoords="offset points",

@@ -43,11 +43,9 @@ import json
 import math
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -57,12 +55,12 @@ from typing import Any
 
 from against_trl import SAMPLES, trl_python
 from against_trl import Arm as Process
+from arms import UNPRUNED, neyman, pruning
 from harness import arguments, finish, mean_and_reach, paired_ratio
-from timed_runs import Costs, Point, Run, Store, points, seconds_to
+from timed_runs import Costs, Point, Run, Settings, Store, points, read_settings, seconds_to, train
 from word_problems import prepared
 
 from megatron_dppo.data.generators import make_sums
-from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.settings import load_config
 
 HERE = Path(__file__).parent
@@ -70,8 +68,10 @@ FACTOR = 1.5
 """Ratio of neighbouring learning rates."""
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
-EQUAL_NOISE = "equal noise, default"
+EQUAL_NOISE = "prompts 0.85, tokens auto, weights to 10, noise 1"
+"""Not tuned; has the prompts of the best unpruned batch."""
 BESIDE_TRL = "beside TRL: "
+"""Prefix of our arm, in runs at the same time as TRL's."""
 QUICKSTART = Path("configs/quickstart.yaml")
 WARM_UP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
 """Learning rate schedule of the quickstart."""
@@ -79,19 +79,6 @@ PROBLEMS = 400
 """Most held-out problems per evaluation; the quickstart holds out 200 sums."""
 TRL_BATCH = 32
 """Sequences per forward and backward pass of TRL: 16, 64 and 128 took the same time within 5%."""
-
-
-def pruned(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
-    """Return the settings of a prompt rule and a completion rule."""
-    return (f"pruning.prompts.rule={prompts}", f"pruning.completions.rule={completions}", *more)
-
-
-SEVEN_TENTHS = ("pruning.prompts.keep=0.7",)
-MILD = (*SEVEN_TENTHS, "pruning.completions.keep=0.5", "pruning.max_weight=5")
-LESS = ("pruning.completions.keep=0.3",)
-FEW = ("pruning.prompts.keep=0.4", *LESS)
-FEWER = ("pruning.prompts.keep=0.3", "pruning.prompts.floor=0.15", *LESS)
-OFF = pruned("none", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +97,46 @@ class Arm:
     by_trl: bool = False
 
 
-UNPRUNED = {
-    f"unpruned, {n} prompts": Arm(n, n / 64, lr, OFF)
+ALL_PROMPTS = {
+    f"unpruned, {n} prompts": Arm(n, n / 64, lr, UNPRUNED)
     for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
 }
-ARMS: dict[str, Arm] = UNPRUNED | {
-    "default, 32 prompts": Arm(32, 0.32, 1.5e-4, ()),
-    "prompts 0.7, tokens auto, 32 prompts": Arm(32, 0.28, 1.5e-4, SEVEN_TENTHS),
-    "prompts 0.7, tokens 0.5, weights to 5, 32 prompts": Arm(32, 0.32, 1.5e-4, MILD),
-    "prompts 0.7, tokens 0.3, 32 prompts": Arm(32, 0.27, 1.5e-4, (*SEVEN_TENTHS, *LESS)),
-    "prompts 0.4, tokens 0.3, 64 prompts": Arm(64, 0.32, 1.5e-4, FEW),
-    "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, pruned("threshold", "threshold")),
-    "top_k (CPPO), 32 prompts": Arm(32, 0.4, 1.5e-4, pruned("none", "top_k")),
-    "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, pruned("greso", "none")),
-    "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, pruned("dynamic_sampling", "none")),
+ARMS: dict[str, Arm] = ALL_PROMPTS | {
+    "prompts 0.85, tokens auto, weights to 10, 32 prompts": Arm(
+        32, 0.32, 1.5e-4, neyman(0.85, "auto")
+    ),
+    "prompts 0.7, tokens auto, weights to 10, 32 prompts": Arm(
+        32, 0.28, 1.5e-4, neyman(0.7, "auto")
+    ),
+    "prompts 0.7, tokens 0.5, weights to 5, 32 prompts": Arm(
+        32, 0.32, 1.5e-4, neyman(0.7, 0.5, max_weight=5.0)
+    ),
+    "prompts 0.7, tokens 0.3, weights to 10, 32 prompts": Arm(32, 0.27, 1.5e-4, neyman(0.7, 0.3)),
+    "prompts 0.4, tokens 0.3, weights to 10, 64 prompts": Arm(64, 0.32, 1.5e-4, neyman(0.4, 0.3)),
+    "DPPO: threshold, r 0.3 / 0.5, weights to 10, 32 prompts": Arm(
+        32, 0.33, 1.5e-4, pruning("threshold", "threshold", keep=(0.7, 0.5))
+    ),
+    "DPPO: threshold, r 0.15 / 0.5, weights to 10, 32 prompts": Arm(
+        32, 0.33, 1.5e-4, pruning("threshold", "threshold", keep=(0.85, 0.5))
+    ),
+    "CPPO: top_k 0.5, divided by all, 32 prompts": Arm(
+        32, 0.4, 1.5e-4, pruning(completions="top_k", keep=(1.0, 0.5))
+    ),
+    "GRESO: greso, not refilled, 32 prompts": Arm(
+        32, 0.47, 1.5e-4, pruning("greso", keep=(0.5, 1.0))
+    ),
+    "DAPO: dynamic_sampling, 32 prompts": Arm(32, 0.8, 1.5e-4, pruning("dynamic_sampling")),
 }
 TRL = {
     f"TRL, {n} prompts": Arm(n, n / 32, lr, (), by_trl=True)
     for n, lr in ((32, 1.5e-4), (16, 1e-4), (8, 6.7e-5))
 }
 ALL = ARMS | TRL
-ON_SUMS_ALONE = {*TRL, *(name for name in ARMS if name.startswith("prompts 0.7"))}
+ON_SUMS_ALONE = {
+    *TRL,
+    *(name for name in ARMS if name.startswith(("prompts 0.7", "DPPO: threshold, r 0.3"))),
+}
+ON_WORD_PROBLEMS_ALONE = {name for name in ARMS if name.startswith("DPPO: threshold, r 0.15")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,8 @@ class Task:
     max_response_tokens: int
     folder: Path
     """Folder of TRL's problems, ``train.jsonl`` and ``held_out.jsonl``."""
+    version: str
+    """Name of problems and policy in the store."""
 
     @classmethod
     def named(cls, name: str) -> Task:
@@ -152,14 +160,14 @@ class Task:
         if name == "word_problems":
             made = prepared(folder)
             # Two first runs went from 24.5% to 74.5%.
-            return cls(made.policy, made.settings, 0.695, 96, folder)
+            return cls(made.policy, made.settings, 0.695, 96, folder, "word problems 1")
         folder.mkdir(parents=True, exist_ok=True)
         train, held_out = make_sums(load_config(str(QUICKSTART), ()).data.arithmetic)
         for file, sums in (("train", train), ("held_out", held_out[:PROBLEMS])):
             rows = [json.dumps({"prompt": each.question, "label": each.label}) for each in sums]
             (folder / f"{file}.jsonl").write_text("\n".join(rows), encoding="utf-8")
         # scripts/quickstart.sh makes the policy. The first run went from 10.5% to 86%.
-        return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), 0.78, 64, folder)
+        return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), 0.78, 64, folder, "sums 1")
 
 
 class Measurement:
@@ -170,21 +178,50 @@ class Measurement:
         self.options = options
         default = Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
         self.store = Store(options.store or default)
-        wanted = options.arms or (ALL if options.task == "sums" else ALL.keys() - ON_SUMS_ALONE)
+        left_out = ON_WORD_PROBLEMS_ALONE if options.task == "sums" else ON_SUMS_ALONE
+        wanted = options.arms or ALL.keys() - left_out
         self.arms = {name: arm for name, arm in ALL.items() if name in wanted}
         self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
         self.pool = ThreadPoolExecutor(options.jobs)
 
+    def steps(self, own: Arm) -> int:
+        return math.ceil(self.options.steps / own.cost)
+
+    def words(self, own: Arm, lr: float) -> list[str]:
+        """Return the overrides of a training by us."""
+        steps = self.steps(own)
+        return [
+            *self.task.settings,
+            f"model.path={self.task.policy}",
+            f"run.steps={steps}",
+            f"optimizer.lr={lr:g}",
+            f"rollout.prompts_per_step={own.prompts}",
+            f"eval.every={max(steps // EVALUATIONS, 1)}",
+            f"eval.problems={PROBLEMS}",
+            *own.settings,
+        ]
+
+    def find(self, own: Arm, lr: float, seed: int, beside: str = "") -> Run | None:
+        """Return the stored run with these settings."""
+        return self.store.find(self.task.version + beside, seed, self.settings(own, lr))
+
+    def settings(self, own: Arm, lr: float) -> Settings:
+        """Return the settings by which the store knows a training."""
+        if own.by_trl:
+            return {f"trl.{key}": value for key, value in self.asked(own, lr).items()}
+        return read_settings(str(self.options.config), tuple(self.words(own, lr)))
+
     def run(self, name: str, own: Arm, lr: float, seed: int, *, whole: bool = False) -> Run:
         """Return the stored run, or train. Unless ``whole``, a training ends once the accuracy is
         reached."""
-        if found := self.store.runs.get((name, lr, seed)):
+        beside = ", beside TRL" if name.startswith(BESIDE_TRL) else ""
+        if found := self.find(own, lr, seed, beside):
             return found
         folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
-        steps = math.ceil(self.options.steps / own.cost)
         train = self.by_trl if own.by_trl else partial(self.by_us, whole=whole)
-        rows = train(own, lr, seed, steps, folder)
-        run = Run(name, lr, seed, list(points(rows)))
+        rows = train(own, lr, seed, folder)
+        task = self.task.version + beside
+        run = Run(task, name, seed, self.settings(own, lr), list(points(rows)))
         if len(run.points) < 2:
             raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
         self.store.add(run)
@@ -194,42 +231,19 @@ class Measurement:
         return run
 
     def by_us(
-        self, own: Arm, lr: float, seed: int, steps: int, folder: Path, *, whole: bool
+        self, own: Arm, lr: float, seed: int, folder: Path, *, whole: bool
     ) -> list[dict[str, float]]:
-        words = [
-            *self.task.settings,
-            f"model.path={self.task.policy}",
-            f"run.dir={folder}",
-            f"run.seed={seed}",
-            f"run.steps={steps}",
-            f"optimizer.lr={lr:g}",
-            f"rollout.prompts_per_step={own.prompts}",
-            f"eval.every={max(steps // EVALUATIONS, 1)}",
-            f"eval.problems={PROBLEMS}",
-            "run.export=false",
-            "run.checkpoint_every=0",
-            *own.settings,
-        ]
-        command = [sys.executable, "-m", "megatron_dppo", "train", str(self.options.config), *words]
-        with folder.with_suffix(".log").open("w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
-            while process.poll() is None:
-                time.sleep(0.5)
-                if whole or not folder.exists():
-                    continue
-                accuracies = (row.get("eval/accuracy", 0.0) for row in read_metrics(folder))
-                if any(accuracy >= self.task.accuracy for accuracy in accuracies):
-                    process.terminate()
-                    process.wait()
-                    break
-        return read_metrics(folder)
+        def has_reached(rows: Sequence[dict[str, float]]) -> bool:
+            accuracies = (row.get("eval/accuracy", 0.0) for row in rows)
+            return any(accuracy >= self.task.accuracy for accuracy in accuracies)
 
-    def by_trl(
-        self, own: Arm, lr: float, seed: int, steps: int, folder: Path
-    ) -> list[dict[str, float]]:
-        """Train with TRL's GRPOTrainer; return a row per step, with processor seconds, and with the
-        accuracy after an evaluation."""
-        asked = {
+        words = [*self.words(own, lr), f"run.seed={seed}"]
+        return train(self.options.config, words, folder, None if whole else has_reached)
+
+    def asked(self, own: Arm, lr: float) -> dict[str, Any]:
+        """Return what is asked of TRL."""
+        steps = self.steps(own)
+        return {
             "policy": str(self.task.policy),
             "pool": str(self.task.folder / "train.jsonl"),
             "prompts": own.prompts,
@@ -240,15 +254,21 @@ class Measurement:
             "batch": TRL_BATCH,
             "threads": 1,
             "reward": "exact",
-            "settings": WARM_UP | {"seed": seed},
+            "settings": WARM_UP,
             "held_out": str(self.task.folder / "held_out.jsonl"),
             "evaluate_every": max(steps // EVALUATIONS, 1),
         }
+
+    def by_trl(self, own: Arm, lr: float, seed: int, folder: Path) -> list[dict[str, float]]:
+        """Train with TRL's GRPOTrainer; return a row per step, with processor seconds, and with the
+        accuracy after an evaluation."""
+        asked = self.asked(own, lr)
+        asked["settings"] = WARM_UP | {"seed": seed}
         command = [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)]
         trained = Process("TRL", command, folder.with_suffix(".log"))
         try:
             rows = [{"step": 0, "eval/accuracy": trained.heard()["accuracy"]}]
-            for step in range(1, steps + 1):
+            for step in range(1, asked["steps"] + 1):
                 trained.take_step()
                 told = trained.steps[-1]
                 rows.append({"step": step, "perf/step_time": told["cpu_seconds"]})
@@ -267,12 +287,13 @@ class Measurement:
         """Fit costs to the stored runs of ``ARMS`` and ``EQUAL_NOISE``. TRL's runs and the runs
         beside TRL count measured seconds."""
         fitted = ARMS.keys() | {EQUAL_NOISE}
-        return Costs.of(run for run in self.store.runs.values() if run.arm in fitted)
+        own = (run for run in self.store if run.task == self.task.version)
+        return Costs.of(run for run in own if run.arm in fitted)
 
     def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
         to = seconds_to if ALL[name].by_trl else self.costs().to
         return statistics.geometric_mean(
-            to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds
+            to(self.run(name, ALL[name], lr, seed), self.task.accuracy) for seed in seeds
         )
 
     def sort_rates(self, name: str, rates: Iterable[float], seeds: Sequence[int]) -> list[float]:
@@ -312,12 +333,11 @@ class Measurement:
     def tuning(self, name: str) -> dict[str, list[float]]:
         """Return seconds to the accuracy on each tuning seed, by learning rate."""
         to = seconds_to if name in TRL else self.costs().to
-        runs = self.store.runs
         tried: dict[str, list[float]] = {}
-        for arm, lr, seed in sorted(runs):
-            if arm == name and seed in TUNING_SEEDS:
-                seconds = to(runs[arm, lr, seed], self.task.accuracy)
-                tried.setdefault(f"{lr:g}", []).append(seconds)
+        for run in sorted(self.store, key=lambda run: (run.lr, run.seed)):
+            if run.arm == name and run.seed in TUNING_SEEDS:
+                seconds = to(run, self.task.accuracy)
+                tried.setdefault(f"{run.lr:g}", []).append(seconds)
         return tried
 
     def best(self, rates: dict[str, float], names: Iterable[str]) -> str:
@@ -325,10 +345,11 @@ class Measurement:
 
     def result(self) -> dict[str, Any]:
         rates = self.tune()
-        control = self.best(rates, [name for name in self.arms if name in UNPRUNED])
+        control = self.best(rates, [name for name in self.arms if name in ALL_PROMPTS])
         like = self.arms[control]
         own_arms = {name: arm for name, arm in self.arms.items() if not arm.by_trl}
-        equal_noise = Arm(like.prompts, like.cost, rates[control], ("pruning.target_noise=1",))
+        settings = neyman(0.85, "auto", target_noise=1.0)
+        equal_noise = Arm(like.prompts, like.cost, rates[control], settings)
         arms = own_arms | {EQUAL_NOISE: equal_noise}
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
@@ -347,9 +368,9 @@ class Measurement:
         runs: dict[str, list[Run]] = {}
         taken: dict[str, list[float]] = {}
         for name in arms:
-            runs[name] = [self.store.runs[name, rates[name], seed] for seed in seeds]
+            runs[name] = [self.run(name, arms[name], rates[name], seed) for seed in seeds]
             taken[name] = [costs.to(run, self.task.accuracy) for run in runs[name]]
-        fastest = self.best(rates, [name for name in own_arms if name not in UNPRUNED])
+        fastest = self.best(rates, [name for name in own_arms if name not in ALL_PROMPTS])
         pairs = zip(ends[EQUAL_NOISE], ends[control], strict=True)
         mean, reach = mean_and_reach([noisy.accuracy - end.accuracy for noisy, end in pairs])
         control_seconds = [costs.seconds(end) for end in ends[control]]
@@ -439,7 +460,7 @@ def draw(found: dict[str, Any], out: Path) -> None:
         colour = "#2563eb"
         if name in TRL:
             colour = "#16a34a"
-        elif name in UNPRUNED:
+        elif name in ALL_PROMPTS:
             colour = "#64748b"
         mean = statistics.geometric_mean(taken[name])
         panel.barh(row, mean, color=colour, alpha=0.35, height=0.7)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
+
+from megatron_dppo.config import Config
+from megatron_dppo.observe.metrics import read_metrics
+from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.resume import flatten_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +38,33 @@ class Point:
     """Tokens trained on."""
     measured: float = 0.0
     """Wall-clock seconds; processor seconds in TRL's runs."""
+    considered: float = 0.0
+    """Prompts of the windows, pruned or not; 0 in runs stored before this was counted."""
+
+
+Settings = dict[str, Any]
+"""Values by dotted key."""
+NOT_COMPARED = ("run.dir", "run.seed", "model.path")
+"""Settings that differ between equal trainings; the task's version stands for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """A finished training."""
+
+    task: str
+    """Task and its version, such as ``sums 1``."""
     arm: str
-    lr: float
     seed: int
+    settings: Settings
+    """All settings that are not the package's default."""
     points: list[Point]
+    figures: dict[str, float] = field(default_factory=dict)
+    """Further results, by name."""
+
+    @property
+    def lr(self) -> float:
+        return float(self.settings.get("optimizer.lr", self.settings.get("trl.lr", math.nan)))
 
     @classmethod
     def read(cls, line: str) -> Run:
@@ -44,6 +75,7 @@ class Run:
         points = []
         for p in self.points:
             points.append([p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)])
+            points[-1] += [round(p.considered)] * bool(p.considered)
         return json.dumps(asdict(self) | {"points": points})
 
 
@@ -94,27 +126,105 @@ def seconds_to(
     return clock(run.points[-1])
 
 
+@cache
+def read_settings(config: str, words: tuple[str, ...]) -> Settings:
+    """Return the compared settings of a configuration with overrides that are not the package's
+    default."""
+    defaults = read_defaults()
+    given = flatten_config(load_config(config, words)).items()
+    return {k: v for k, v in given if k not in NOT_COMPARED and v != defaults[k]}
+
+
+@cache
+def read_defaults() -> Settings:
+    """Return the package's default of every setting."""
+    return flatten_config(Config())
+
+
+def digest(settings: Settings) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
 class Store:
-    """Finished runs, as lines of a file."""
+    """Finished runs, as lines of a file. A run is found by task, seed and all settings.
+
+    A line ``{"defaults": …}`` holds the package's defaults at the time of the following runs. Hence
+    a run is not found if a default has changed, but still found if a setting was added, or was
+    removed while it had its default.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = threading.Lock()
+        self._defaults: Settings = {}
+        self._runs: dict[tuple[str, int, str], Run] = {}
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        self.runs = {(run.arm, run.lr, run.seed): run for run in map(Run.read, lines)}
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            if line.startswith('{"defaults"'):
+                self._defaults = json.loads(line)["defaults"]
+            else:
+                run = Run.read(line)
+                self._runs[self._key(run.task, run.seed, run.settings)] = run
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs.values())
+
+    def _key(self, task: str, seed: int, settings: Settings) -> tuple[str, int, str]:
+        """Return task, seed, and a digest of all settings that are not today's default."""
+        then = self._defaults
+        now = read_defaults()
+        own = {k: v for k, v in (then | settings).items() if v != now.get(k, then.get(k))}
+        return task, seed, digest(own)
+
+    def find(self, task: str, seed: int, settings: Settings) -> Run | None:
+        """Return the run with these settings, see :func:`read_settings`; None without one."""
+        return self._runs.get((task, seed, digest(settings)))
 
     def add(self, run: Run) -> None:
         with self._lock, self._file.open("a", encoding="utf-8") as file:
+            if self._defaults != read_defaults():
+                self._defaults = read_defaults()
+                file.write(json.dumps({"defaults": self._defaults}) + "\n")
             file.write(run.line() + "\n")
-            self.runs[run.arm, run.lr, run.seed] = run
+            self._runs[self._key(run.task, run.seed, run.settings)] = run
 
 
-def points(rows: Sequence[dict[str, float]]) -> Iterable[Point]:
-    generated = trained = seconds = 0.0
+def train(
+    config: Path | str,
+    words: Sequence[str],
+    folder: Path,
+    stop: Callable[[Sequence[dict[str, float]]], bool] | None = None,
+) -> list[dict[str, float]]:
+    """Train in a process, and return the rows of metrics. The log is ``folder`` with ``.log``.
+
+    Args:
+        config: the configuration.
+        words: overrides.
+        folder: folder of the run.
+        stop: function of the rows so far, whether to end the training early.
+    """
+    own = [f"run.dir={folder}", "run.export=false", "run.checkpoint_every=0"]
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(config), *words, *own]
+    with folder.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        while process.poll() is None:
+            time.sleep(0.5)
+            if stop and folder.exists() and stop(read_metrics(folder)):
+                process.terminate()
+                process.wait()
+    return read_metrics(folder)
+
+
+def points(rows: Sequence[dict[str, float]], samples: int = 8) -> Iterator[Point]:
+    """Yield a point per evaluation of a run with ``samples`` completions per prompt."""
+    generated = trained = seconds = considered = 0.0
     for row in rows:
+        if kept := row.get("prune/kept_prompt_fraction"):
+            completions = row["rollout/generated_tokens"] / row["rollout/response_len/mean"]
+            considered += completions / samples / kept
         generated += row.get("rollout/generated_tokens", 0.0)
         trained += row.get("train/tokens", 0.0)
         seconds += row.get("perf/step_time", 0.0)
         if "eval/accuracy" in row:
-            yield Point(int(row["step"]), row["eval/accuracy"], generated, trained, seconds)
+            sums = (generated, trained, seconds, considered)
+            yield Point(int(row["step"]), row["eval/accuracy"], *sums)

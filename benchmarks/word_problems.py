@@ -202,6 +202,28 @@ def word_problems(count: int, seed: int = 0) -> list[WordProblem]:
     return list(found.values())
 
 
+def composed(count: int, seed: int = 1) -> list[tuple[str, str]]:
+    """Draw distinct problems of a family that no training has, ``boxes`` followed by ``changes``.
+
+    Returns:
+        Questions and labels.
+    """
+    draw = random.Random(seed)
+    found: dict[str, str] = {}
+    while len(found) < count:
+        name = draw.choice(NAMES)
+        boxes = draw.randint(3, 9)
+        each = draw.randint(4, 9)
+        gets = draw.randint(2, 12)
+        gives = draw.randint(2, 12)
+        question = (
+            f"{boxes} boxes hold {each} {draw.choice(THINGS)} each. {name} gets {gets}. {name} "
+            f"gives away {gives}. How many now?\n"
+        )
+        found[question] = str(boxes * each + gets - gives)
+    return list(found.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Files of the task."""

@@ -14,18 +14,18 @@ from tests.docs.documents import ROOT, text_of
 from tests.estimate.planned import SMALL, of, plan, setup
 
 ARMS = {
-    (1.0, 0.5): "completions 0.5 alone",
-    (1.0, "auto"): "completions auto alone",
+    (1.0, 0.5): "tokens 0.5 alone, weights to 10",
+    (1.0, "auto"): "tokens auto alone, weights to 10",
     (0.85, 1.0): "prompts 0.85 alone",
-    (0.85, "auto"): "0.85 / auto, the default",
-    (0.85, 0.5): "0.85 / 0.5, weights to 10",
+    (0.85, "auto"): "prompts 0.85, tokens auto, weights to 10",
+    (0.85, 0.5): "prompts 0.85, tokens 0.5, weights to 10",
     (0.7, 1.0): "prompts 0.7 alone",
-    (0.7, "auto"): "0.7 / auto, weights to 10",
-    (0.7, 0.5): "0.7 / 0.5, weights to 5",
-    (0.7, 0.3): "0.7 / 0.3, weights to 10",
-    (0.5, 0.3): "0.5 / 0.3, weights to 10",
-    (0.4, 0.3): "0.4 / 0.3, weights to 10",
-    (0.3, 0.3): "0.3 / 0.3, weights to 10",
+    (0.7, "auto"): "prompts 0.7, tokens auto, weights to 10",
+    (0.7, 0.5): "prompts 0.7, tokens 0.5, weights to 5",
+    (0.7, 0.3): "prompts 0.7, tokens 0.3, weights to 10",
+    (0.5, 0.3): "prompts 0.5, tokens 0.3, weights to 10",
+    (0.4, 0.3): "prompts 0.4, tokens 0.3, weights to 10",
+    (0.3, 0.3): "prompts 0.3, tokens 0.3, weights to 10, floor 0.15",
 }
 
 

@@ -196,6 +196,7 @@ EARLIER = (
         "a bare broadcast by gloo to idle processes",
     ),
 )
+DEFAULT = "prompts 0.85, tokens auto, weights to 10"
 REHEARSED = {
     "memory / planned": "{memory_over_plan:.3f}",
     "kernels a pack": "{kernels_per_pack:,}",
@@ -401,10 +402,8 @@ def _format_row(name: str, cells: Iterable[str]) -> str:
 
 
 def _format_arm(arm: str) -> str:
-    """Format ``0.7 / auto, the default`` as prompts 0.7, tokens auto, the default."""
-    name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm)
-    name = name.replace("completions", "tokens")
-    return f"**{name}**" if "default" in arm else name
+    """Mark the default in bold."""
+    return f"**{arm}**, the default" if arm == DEFAULT else arm
 
 
 def _format_interval(found: dict[str, Any]) -> str:
