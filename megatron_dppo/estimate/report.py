@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from pydantic_core import to_jsonable_python
@@ -224,11 +224,8 @@ def _format_efficiency(made: Plan) -> Iterator[str]:
         yield "Set assume.variance to a run's prune/variance_inflation."
         return
 
-    def format_range(pair: tuple[float, float]) -> str:
-        return " to ".join(f"{x:.2f}" for x in sorted({*pair}))
-
-    factor = format_range(made.variance)
-    worth = format_range(made.efficiency)
+    factor = _format_range(made.variance, digits=2)
+    worth = _format_range(made.efficiency, digits=2)
     whence = "measured on three tasks" if made.assumptions.variance is None else "assumed"
     yield f"Pruning multiplies the gradient's variance by {factor} ({whence})."
     yield (
@@ -238,15 +235,30 @@ def _format_efficiency(made: Plan) -> Iterator[str]:
 
 
 def _format_costs(made: Plan) -> Iterator[str]:
-    off = made.cost_unpruned
-    on = made.cost
-    cluster = made.config.cluster
-    steps = f"{made.config.run.steps:,} steps"
-    yield f"{steps} take {on.gpu_hours:,.1f} GPU-hours, and {off.gpu_hours:,.1f} without pruning."
-    if on.money is None or off.money is None:
+    """Compare costs at equal noise, with fewer prompts; and at equal numbers of steps, with all."""
+    hours = made.cost.gpu_hours
+    rows = [
+        ("pruned", [hours]),
+        ("unpruned, all prompts: less noise", [made.cost_unpruned.gpu_hours]),
+    ]
+    if made.efficiency:
+        rows.append(
+            ("unpruned, fewer prompts: equal noise", [hours * each for each in made.efficiency])
+        )
+    price = made.config.cluster.price_per_gpu_hour
+    header = f"{made.config.run.steps:,} steps"
+    yield f"{header:<40}{'GPU-hours':>20}" + (f"{f'at {price:,.2f} each':>20}" if price else "")
+    for label, amounts in rows:
+        money = f"{_format_range(amounts, price, digits=0):>20}" if price else ""
+        yield f"  {label:<38}{_format_range(amounts, digits=1):>20}{money}"
+    if not price:
         yield "Set cluster.price_per_gpu_hour to see what they cost."
-        return
-    saved = off.money - on.money
-    outcome = f"as many pruned steps cost {abs(saved):,.0f} {'less' if saved >= 0 else 'more'}"
-    rate = f"At {cluster.price_per_gpu_hour:,.2f} for an hour of a GPU"
-    yield f"{rate} they cost {on.money:,.0f}, and {off.money:,.0f} without pruning: {outcome}."
+    if made.efficiency:
+        saved = [hours * (each - 1.0) for each in made.efficiency]
+        unit = "" if price else " GPU-hours"
+        yield f"At equal noise, pruning saves {_format_range(saved, price or 1.0, digits=0)}{unit}."
+
+
+def _format_range(amounts: Iterable[float], times: float = 1.0, *, digits: int) -> str:
+    """Format amounts that may be equal, lowest first."""
+    return " to ".join(dict.fromkeys(f"{times * x:,.{digits}f}" for x in sorted(amounts)))

@@ -26,6 +26,7 @@ from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.files import check_not_held, raise_file_limit
 from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import ignore_broken_streams, print_message
+from megatron_dppo.rl.pruning.draw import describe_bound
 from megatron_dppo.rollout.servers.launch import HOSTS, OVERRIDE, count_reserved_gpus
 from megatron_dppo.settings import as_yaml
 from megatron_dppo.trainer.preflight import (
@@ -248,6 +249,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
         )
     if found:
         raise MistakesError(found)
+    if command == "train" and (note := describe_bound(config.pruning)):
+        print_message(f"note: {note}")
     done = find_latest_step(Path(config.run.dir) / "checkpoints") or 0
     return f"{config.run.dir}: {done} of {config.run.steps} steps are done"
 

@@ -261,5 +261,9 @@ def _describe_pruning(run: RunRecord) -> Figure:
     )
     if not has_pruning(run):
         return "pruning", "off", kept
-    saved = count_device_hours(run).share
-    return "saved by pruning, estimated", f"{100 * saved:.0f}% of the time", kept
+    costs = count_device_hours(run)
+    steps = f"{100 * costs.share:.0f}% at equal steps"
+    if (saved := costs.share_at_equal_noise) is None:
+        return "saved by pruning, estimated", steps, f"of the time; {kept}"
+    noise = f"{100 * saved:.0f}% at equal noise".replace("-", "−")
+    return "saved by pruning, estimated", noise, f"of the time, {steps}; {kept}"

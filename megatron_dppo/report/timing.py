@@ -343,6 +343,9 @@ class DeviceHours:
     by_completions: float
     both: float
     """More than the sum, because pruned rollouts also skip training."""
+    at_equal_noise: float | None
+    """Estimated hours saved, relative to unpruned steps of fewer prompts with the same variance;
+    None if a rule is biased, and the variance therefore unknown."""
     devices: str
     """``8 GPUs``, ``2 processes``; with the number of servers."""
 
@@ -352,8 +355,14 @@ class DeviceHours:
 
     @property
     def share(self) -> float:
-        """Fraction saved, of the hours without pruning."""
+        """Fraction saved, of the hours of as many unpruned steps of all prompts."""
         return self.both / (self.hours + self.both) if self.hours else 0.0
+
+    @property
+    def share_at_equal_noise(self) -> float | None:
+        """Fraction saved, of the hours of unpruned steps of fewer prompts."""
+        saved = self.at_equal_noise
+        return saved if not saved else saved / (self.hours + saved)
 
 
 def count_device_hours(run: RunRecord) -> DeviceHours:
@@ -361,12 +370,20 @@ def count_device_hours(run: RunRecord) -> DeviceHours:
     servers = _count_server_gpus(run)
     hours = 0.0
     saved = np.zeros(3)
+    at_equal_noise: float | None = 0.0
     for row in run.rows:
         held = (_count_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        saved += held * np.array(estimate_savings(row))
+        own = held * np.array(estimate_savings(row))
+        saved += own
+        efficiency = row.get("perf/pruning_efficiency")
+        if efficiency and at_equal_noise is not None:
+            at_equal_noise += held * row["perf/step_time"] * (efficiency - 1.0)
+        elif own.any():
+            at_equal_noise = None
+    devices = _describe_devices(run, servers)
     by_prompts, by_completions, both = saved.tolist()
-    return DeviceHours(hours, by_prompts, by_completions, both, _describe_devices(run, servers))
+    return DeviceHours(hours, by_prompts, by_completions, both, at_equal_noise, devices)
 
 
 def _count_ranks(run: RunRecord, row: Record) -> int:
@@ -409,15 +426,23 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
     found = [(count_device_hours(run), rate) for run, rate in zip(runs, prices, strict=True)]
 
     def hours(label: str, field: str) -> list[str]:
-        cells = [
-            f"{format_number(getattr(costs, field), 'number')} {costs.unit}" for costs, _ in found
-        ]
+        cells = []
+        for costs, _ in found:
+            value = getattr(costs, field)
+            text = "–" if value is None else f"{format_number(value, 'number')} {costs.unit}"
+            cells.append(text)
         return [label, *cells]
+
+    def share(label: str, field: str) -> list[str]:
+        values = [getattr(costs, field) for costs, _ in found]
+        return [label, *("–" if x is None else format_number(x, "share") for x in values)]
 
     def money(label: str, field: str) -> list[str]:
         cells = []
         for costs, rate in found:
-            cells.append("–" if rate is None else _format_money(getattr(costs, field) * rate))
+            value = getattr(costs, field)
+            known = value is not None and rate is not None
+            cells.append(_format_money(value * rate) if known else "–")
         return [label, *cells]
 
     def format_rate(rate: float | None) -> str:
@@ -426,23 +451,25 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
     rows = [
         ["held", *(costs.devices for costs, _ in found)],
         hours("spent", "hours"),
-        hours("saved by pruning prompts, estimated", "by_prompts"),
-        hours("saved by pruning completions, estimated", "by_completions"),
-        hours("saved by both, estimated", "both"),
-        [
-            "… of what the run would have taken",
-            *(format_number(costs.share, "share") for costs, _ in found),
-        ],
+        hours("saved by pruning at equal noise, estimated", "at_equal_noise"),
+        share("… of unpruned steps of fewer prompts, as noisy", "share_at_equal_noise"),
+        hours("saved by pruning prompts at equal steps, estimated", "by_prompts"),
+        hours("saved by pruning completions at equal steps, estimated", "by_completions"),
+        hours("saved by both at equal steps, estimated", "both"),
+        share("… of as many unpruned steps of all prompts", "share"),
     ]
     if priced:
         rows.append(["price of an hour", *map(format_rate, prices)])
-        rows += [money("money spent", "hours"), money("money saved, estimated", "both")]
+        rows.append(money("money spent", "hours"))
+        rows.append(money("money saved at equal noise, estimated", "at_equal_noise"))
+        rows.append(money("money saved at equal steps, estimated", "both"))
     lead = (
         "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts "
         "and checkpoints. Saved: estimated from each run's own timers, as if every token of a step "
         "cost the same; either level with the pruning of the other as it is, so that both together "
-        "save more than their sum. Costs that do not depend on the tokens are not saved: where a "
-        "run without pruning is on this page, trust the times measured above."
+        "save more than their sum. A smaller unpruned batch saves time, too: what pruning saves "
+        "beyond that is the row at equal noise. Costs that do not depend on the tokens are not "
+        "saved: where a run without pruning is on this page, trust the times measured above."
     )
     if any(_count_server_gpus(run) is None for run in runs):
         lead += (

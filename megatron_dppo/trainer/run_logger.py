@@ -31,6 +31,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rl.census import PruningStats
+from megatron_dppo.rl.pruning.draw import describe_bound
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts
 from megatron_dppo.settings import HISTORY, IN_FORCE, describe_renamed, get_settings
@@ -108,8 +109,9 @@ class RunLogger:
         read_answers(self._folder)
         if step:
             self._console.print_note(f"resuming after step {step}")
-        for note in _describe_bias(config):
-            self._console.print_note(note)
+        for note in (*_describe_bias(config), describe_bound(config.pruning)):
+            if note:
+                self._console.print_note(note)
         if idle := find_idle_settings(config):
             self._console.print_note(f"without effect in this run: {', '.join(idle)}")
         if unknown := list_functions_without_text(config):

@@ -1,6 +1,7 @@
 """What a plan says of sizes, work and money holds together; what it proposes, helps."""
 
 import json
+import re
 
 import pytest
 
@@ -373,7 +374,16 @@ def test_plan_names_flash_attn_where_it_is_needed(
 def test_text_and_json_agree() -> None:
     made = plan("cluster.price_per_gpu_hour=2", "rollout.sync.transport=disk")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
-    assert f"{found['cost']['gpu_hours']:,.1f} GPU-hours" in text
+    hours, low, high = found["cost"]["gpu_hours"], *sorted(found["efficiency"])
+    assert re.search(rf"^  pruned +{hours:,.1f} +{2 * hours:,.0f}$", text, re.MULTILINE)
+    rows = {
+        "all prompts: less noise": f"{found['cost_unpruned']['gpu_hours']:,.1f}",
+        "fewer prompts: equal noise": f"{hours * low:,.1f} to {hours * high:,.1f}",
+    }
+    for label, value in rows.items():
+        assert re.search(rf"^  unpruned, {label} +{value} ", text, re.MULTILINE)
+    saved = f"{2 * hours * (low - 1):,.0f} to {2 * hours * (high - 1):,.0f}"
+    assert f"At equal noise, pruning saves {saved}." in text
     assert f"{found['speed_up']:.2f}x" in text
     assert "takes {:.2f} to {:.2f} times as long".format(*found["efficiency"]) in text
     assert f"{found['actor']['total'] / 2**30:.1f} of 79.2 GiB" in text

@@ -67,6 +67,22 @@ def test_saved_hours_equal_the_extra_hours_without_pruning(tmp_path: Path) -> No
     assert found.both > found.by_prompts + found.by_completions
 
 
+def test_hours_saved_at_equal_noise_are_those_beyond_a_smaller_batch(tmp_path: Path) -> None:
+    pruning = {"prompts": 0.7, "completions": 0.5}
+    full = count_device_hours(one_step(tmp_path / "full", prompts=1.0, completions=1.0)).hours
+    plain = count_device_hours(one_step(tmp_path / "plain", **pruning))
+    assert (plain.at_equal_noise, plain.share_at_equal_noise) == (None, None)  # a biased rule
+    inflation = 1.2
+    efficiency = full / plain.hours / inflation
+    run = one_step(tmp_path / "run", **pruning, **{"perf/pruning_efficiency": efficiency})
+    found = count_device_hours(run)
+    assert found.hours + found.at_equal_noise == pytest.approx(full / inflation)
+    assert found.share_at_equal_noise == pytest.approx(1 - found.hours / (full / inflation))
+    twice = replace(run, rows=[*run.rows, one_step(tmp_path / "other", **pruning).rows[0]])
+    assert count_device_hours(twice).at_equal_noise is None
+    assert count_device_hours(twice).hours == pytest.approx(2 * found.hours)
+
+
 def test_hours_count_every_device(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
     assert count_device_hours(run).hours == pytest.approx(8 * (6 * 2.0 + 4 * 3.0) / 3600)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, PruningConfig
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import (
     compute_advantages,
@@ -153,6 +153,27 @@ def compute_completion_terms(
         zero_advantage=(advantage == 0.0) & rewards_alone | masked,
     )
     return candidates, segments, c, magnitude
+
+
+def describe_bound(config: PruningConfig) -> str | None:
+    """Return a note if ``max_weight`` changes the probabilities of the paper's rule for
+    completions, else None. No other rule has fixed probabilities."""
+    if config.completions.named != "threshold":
+        return None
+    prompts = config.prompts
+    least = {"threshold": prompts.keep, "neyman": prompts.floor}.get(prompts.named, 1.0)
+    if prompts.function:
+        least = prompts.floor
+    keep = float(config.completions.share)
+    floor = min(1.0 / (config.max_weight * least), 1.0)
+    if floor <= keep * (1.0 + 1e-9):
+        return None
+    whose = f" of prompts kept with {least:.2f}" if least < 1.0 else ""
+    return (
+        f"pruning.max_weight = {config.max_weight:g} changes probabilities of the rule: completions"
+        f"{whose} are kept with {floor:.2f} instead of {keep:.2f}. Set it to "
+        f"{1.0 / (least * keep):.4g} or more for the rule's own"
+    )
 
 
 def compute_magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
