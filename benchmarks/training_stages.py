@@ -86,8 +86,21 @@ SUMS = (
     "optimizer.lr=4e-4",
     "sft.steps=300",
 )
+SPARSE = (
+    "data.arithmetic.min_terms=5",
+    "data.arithmetic.max_terms=6",
+    "data.arithmetic.forgotten_carries=0.85",
+    "rollout.max_response_tokens=64",
+    "optimizer.lr=1e-4",
+)
+"""Sums of which the warmed-up policy answers about one in fifty."""
 TASKS = {
     "sums": Task(sums_policy, {"early": 0.3, "middle": 0.7, "late": 0.87}, (*ONE_RANK, *SUMS)),
+    "sparse_sums": Task(
+        sums_policy,
+        {"2%": 0.02, "5%": 0.05},
+        (*ONE_RANK, *SUMS, *SPARSE),
+    ),
     "word_problems": Task(
         lambda *_: prepared(WORD_PROBLEMS).policy,
         {"early": 0.5, "middle": 0.65, "late": 0.8},

@@ -82,4 +82,7 @@ def format_early_exit(process: str, work: str) -> str:
 
 def format_signal_exit(process: str, number: int) -> str:
     hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
-    return f"error: {process} was ended by {signal.Signals(number).name}{hint}"
+    # Most real-time signals have no name.
+    named = number in set(signal.Signals)
+    name = signal.Signals(number).name if named else f"signal {number}"
+    return f"error: {process} was ended by {name}{hint}"

@@ -23,7 +23,7 @@ LOGPROB_ROUNDING = 1e-4
 def as_number(value: object) -> float | None:
     """Return a number as a float; None for any other value.
 
-    An integer beyond the range of floats becomes infinity, and a signalling NaN becomes NaN.
+    An integer beyond the range of floats becomes ±infinity, and a signalling NaN becomes NaN.
     """
     # NumPy and torch: scalars, and arrays without dimensions.
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -33,7 +33,7 @@ def as_number(value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        return math.inf
+        return math.inf if value > 0 else -math.inf
     except ValueError:
         return math.nan
 

@@ -35,7 +35,8 @@ def test_exit_code_is_the_commands(body: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(11, "SIGSEGV"), (9, "SIGKILL (was the machine out of memory?)")]
+    ("number", "said"),
+    [(11, "SIGSEGV"), (9, "SIGKILL (was the machine out of memory?)"), (40, "signal 40")],
 )
 def test_signal_that_nobody_sent_is_reported(number: int, said: str) -> None:
     process = start(f"os.kill(os.getpid(), {number})")

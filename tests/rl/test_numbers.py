@@ -50,6 +50,7 @@ PADDED = np.array([[True, True, True, False]] * 2)
         (Decimal("0.5"), 0.5),
         (Fraction(1, 2), 0.5),
         (10**400, math.inf),
+        (-(10**400), -math.inf),
         (Decimal("sNaN"), math.nan),
         *(
             (nothing, None)

@@ -12,7 +12,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -430,6 +430,48 @@ def render_times(task: str) -> Iterator[str]:
         yield f"| {name} | {arm['lr']:g} | {arm['seconds']:.1f} | {ratio} |"
 
 
+def render_paper(command: str, efficiency: str) -> Iterator[str]:
+    """Render the methods of DPPO's paper: the paper's figures, and those of whole runs here.
+
+    Args:
+        command: recorded command of ``paper_table.py``.
+        efficiency: recorded command of ``efficiency.py --paper`` on the same task.
+    """
+    figures = load_figures()
+    found = figures[command]["figures"]
+    stages = figures[efficiency]["figures"]["stages"] if efficiency in figures else []
+    yield (
+        "| method | the paper | times faster | accuracy [%] | minus GRPO | other kind [%] | "
+        "tokens generated, trained | variance | E |"
+    )
+    yield "|---" * 9 + "|"
+    for name, arm in found["arms"].items():
+        held_out = arm["held_out"]
+        gain = f"{100 * held_out['gain']:+.1f} ± {100 * held_out['gain_reach']:.1f}"
+        inflation = arm.get("prune/variance_inflation")
+        yield _format_row(
+            name.removesuffix(", 32 prompts"),
+            (
+                arm["paper"],
+                f"{arm['times_faster']:.2f}",
+                f"{100 * held_out['mean']:.1f}",
+                gain.replace("-", "−") if held_out["gain"] else "",
+                f"{100 * arm['longer']['mean']:.1f}",
+                f"{arm['generated']:.2f}, {arm['trained']:.2f}",
+                f"{inflation:.2f}" if inflation else "",
+                _find_efficiency(name, stages),
+            ),
+        )
+
+
+def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
+    """Return E at all stages of the arm of this name, without its number of prompts."""
+    arm = re.sub(r", (16|32|64) prompts$|: unpruned.*", "", name)
+    arm = {"unpruned": "unpruned, half of the prompts", "GRPO": "unpruned"}.get(arm, arm)
+    found = [stage["arms"].get(arm) for stage in stages]
+    return ", ".join(f"{each['efficiency']:.2f}" for each in found if each)
+
+
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "measured": partial(render_rows, MEASURED),
     "earlier": partial(render_rows, EARLIER),
@@ -443,6 +485,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": render_curves,
     "errors": render_errors,
     "group_size": render_group_sizes,
+    "paper_sums": partial(render_paper, "paper_table.py --jobs 2", "efficiency.py --paper"),
     "published": render_published_runs,
     "rehearsed": render_rehearsals,
     "times_sums": partial(render_times, "sums"),
