@@ -109,6 +109,7 @@ def test_a_file_with_another_number_of_problems_is_refused(tmp_path: Path) -> No
             r"has nothing in a column solution \(it has problem, answer\)",
         ),
         ("math500", {"prompt": "p", "answer": "1"}, "has nothing in a column problem or question"),
+        ("math500", {"problem": " ", "answer": "1"}, "has no problem that is a text"),
     ],
 )
 def test_a_row_without_problem_or_answer_is_named(

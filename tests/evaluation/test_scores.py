@@ -75,6 +75,7 @@ def test_scores_are_counted_by_hand() -> None:
     assert one_token_each["mean_length"] == {"value": 1.0, "low": 1.0, "high": 1.0}, (
         "a length is no share"
     )
+    assert one_token_each["avg@k"]["low"] == pytest.approx(0.025**0.2), "all right, not certain"
 
 
 def test_nothing_scored_is_null_in_json_and_a_dash_in_the_table() -> None:

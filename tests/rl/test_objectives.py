@@ -217,3 +217,4 @@ def test_kept_share_of_the_divisor_counts_unseen_prompts(
     }
     kept = np.array([[True, False], [True, True]])
     assert compute_kept_fraction(aggregation, **known, kept=kept) == pytest.approx(share)
+    assert compute_kept_fraction(aggregation, **known, kept=~kept & kept) == 1.0, "nothing kept"

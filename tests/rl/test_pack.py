@@ -79,6 +79,7 @@ def test_pack_of_two_samples_written_out() -> None:
         engine_logprobs=[-1, -2, -3, -1, -2],
         versions=[0, 0, 0, 3, 3],
     )
+    assert pack.predictors.dtype == pack.targets.dtype == np.int64
 
 
 def test_pack_of_one_prompt_with_two_responses_written_out() -> None:

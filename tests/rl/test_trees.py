@@ -12,6 +12,7 @@ import pytest
 from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import compute_completion_advantages
 from megatron_dppo.rl.trees import (
+    compute_depth_advantages,
     compute_node_values,
     compute_tree_advantages,
     find_biased_settings,
@@ -84,6 +85,11 @@ def test_fused_value_is_a_softmax_mean_of_the_children() -> None:
     tree = TreeConfig(roots=2, branches=branches, fusion="probability")
     roots, _ = compute_node_values(np.array([[1.0, 0.0, 1.0, 0.0]]), segments, tree)
     np.testing.assert_allclose(roots, [[0.75, 0.5]], rtol=1e-12)
+
+
+def test_depth_advantages_are_in_deviations_of_the_depth() -> None:
+    found = compute_depth_advantages(np.array([[1.0, 3.0, 9.0]]), np.array([[2, 1, 0]]))
+    np.testing.assert_allclose(found, [[-1.0, 1.0, 0.0]], rtol=1e-7)
 
 
 def tree_config(given: Forests) -> Config:

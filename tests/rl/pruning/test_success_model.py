@@ -14,6 +14,7 @@ from megatron_dppo.rl.pruning.success_model import (
     SuccessModel,
     SuccessProbability,
     Weights,
+    _shift,
     sigmoid,
 )
 from megatron_dppo.rl.types import Floats, Ints
@@ -101,6 +102,12 @@ def test_more_answers_leave_less_unknown():
         model.update(one, features, np.array([trials / 2]), np.array([trials]))
         left.append(model._get_intercepts(one)[1].item())
     assert left[1] < left[0] < 1.0
+
+
+def test_shifted_intercept_is_the_mode_of_its_belief():
+    right, trials, prior = np.array([8.0, 0.0, 3.0]), np.full(3, 8.0), np.full(3, 2.0)
+    moved, _ = _shift(np.full(3, 3.0), prior, right, trials)
+    np.testing.assert_allclose(right - trials * sigmoid(3.0 + moved), moved / prior, atol=1e-6)
 
 
 def test_certain_answers_have_a_finite_likelihood():
