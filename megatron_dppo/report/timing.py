@@ -434,8 +434,11 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
         return [label, *cells]
 
     def share(label: str, field: str) -> list[str]:
-        values = [getattr(costs, field) for costs, _ in found]
-        return [label, *("–" if x is None else format_number(x, "share") for x in values)]
+        cells = []
+        for costs, _ in found:
+            value = getattr(costs, field)
+            cells.append("–" if value is None else format_number(value, "share"))
+        return [label, *cells]
 
     def money(label: str, field: str) -> list[str]:
         cells = []
