@@ -1,4 +1,4 @@
-"""Pruning of the benchmarks' arms: settings that leave nothing to a default, and names made of the
+"""Pruning of the benchmarks' arms: complete settings without any default, and names made of the
 settings."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dppo.config import PruningConfig
 
 BERNOULLI = ("threshold", "greso")
-"""Rules whose papers draw each unit independently; all others draw systematically."""
+"""Rules of papers that draw each unit independently; all other rules draw systematically."""
 KINDS = {"full": "all", "kept": "the kept"}
 
 
@@ -61,9 +61,11 @@ UNPRUNED = pruning()
 
 def neyman(prompts: float | None, completions: float | str | None, **more: Any) -> tuple[str, ...]:
     """Return ``neyman`` with these fractions, for both levels or for one."""
-    rules = ["none" if keep is None else "neyman" for keep in (prompts, completions)]
-    keep = (1.0 if prompts is None else prompts, 1.0 if completions is None else completions)
-    return pruning(*rules, keep=keep, **more)
+    if prompts is None:
+        return pruning("none", "neyman", keep=(1.0, completions or 1.0), **more)
+    if completions is None:
+        return pruning("neyman", "none", keep=(prompts, 1.0), **more)
+    return pruning("neyman", "neyman", keep=(prompts, completions), **more)
 
 
 def threshold(prompts: float, completions: float, rule: str = "threshold") -> tuple[str, ...]:

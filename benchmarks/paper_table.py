@@ -13,16 +13,16 @@ The design, with all arms and seeds, was committed before the first run.
 - **Epochs**: prompts of the windows, pruned or not, over the pool. GRESO's refilled windows consume
   prompts faster: its run is evaluated every four steps, and ends at the first evaluation after the
   last epoch. Equal noise and one row of 16 prompts have GRPO's number of steps instead.
-- **CPPO** fills in further prompts by larger windows: 64 prompts, of which half of the completions
-  are kept, for half of the steps. At its own rate of 0.875 a window would be the whole pool, so
-  that arm has no fill-in.
+- **CPPO** fills in further prompts by larger windows: half of the completions to 64 prompts, for
+  half of the steps. At its own rate of 0.875 a window would be the whole pool, so that arm has no
+  fill-in.
 - **Bound**: DPPO's rule has a ``pruning.max_weight`` that no weight reaches.
 - **Accuracy**: greedy answers to held-out problems of the training's kind, and of another kind
   (``longer``): sums of 7 and 8 numbers, or word problems of a sixth family.
 - **Seconds** are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the
   wall-clock seconds of all runs of the task. Evaluations and start-up do not count.
 - **Inflation** is the run's own estimate of the variance by pruning, the mean over all steps after
-  the first epoch (``prune/variance_inflation``); biased rules have none.
+  the first epoch (``prune/variance_inflation``); without an estimate for biased rules.
 - Differences and ratios to GRPO are paired by seed; intervals are 95% (Student's t).
 - ``--losses``: GRPO, DAPO and GSPO with two updates per rollout, at ratios r from 0 to 0.9, on sums
   at GRPO's learning rate.
@@ -175,11 +175,10 @@ def sums(folder: Path) -> Task:
 def word_problems(folder: Path) -> Task:
     """Return the task of ``word_problems.py``; make a missing policy."""
     made = prepared(Path("runs/word_problems"))
-    rows = {
-        name: [(row["prompt"], row["label"]) for row in map(json.loads, file.open())]
-        for name in ("train", "held_out")
-        if (file := made.folder / f"{name}.jsonl")
-    }
+    rows = {}
+    for name in ("train", "held_out"):
+        found = map(json.loads, (made.folder / f"{name}.jsonl").open(encoding="utf-8"))
+        rows[name] = [(row["prompt"], row["label"]) for row in found]
     longer = [(each.question, each.label) for each in composed(HELD_OUT)]
     write(folder, {**rows, "train": rows["train"][:POOL], "longer": longer})
     limits = ("data.max_prompt_tokens=96", "rollout.max_response_tokens=96")
@@ -272,9 +271,10 @@ def compare(
         for key in ("generated", "trained"):
             whole = sum(getattr(run.points[-1], key) for run in base)
             figures[key] = sum(getattr(end, key) for end in ends) / whole
-        seconds = [[costs.seconds(run.points[-1]) for run in each] for each in (base, own)]
-        figures["seconds"] = statistics.fmean(seconds[1])
-        figures["times_faster"] = paired_ratio(*seconds)["ratio"]
+        seconds = [costs.seconds(end) for end in ends]
+        figures["seconds"] = statistics.fmean(seconds)
+        base_seconds = [costs.seconds(run.points[-1]) for run in base]
+        figures["times_faster"] = paired_ratio(base_seconds, seconds)["ratio"]
         for key in ("held_out", "longer"):
             found = [run.figures[key] for run in own]
             gains = [a - run.figures[key] for a, run in zip(found, base, strict=True)]

@@ -206,7 +206,7 @@ class Measurement:
         return self.store.find(self.task.version + beside, seed, self.settings(own, lr))
 
     def settings(self, own: Arm, lr: float) -> Settings:
-        """Return the settings by which the store knows a training."""
+        """Return the key of a training in the store."""
         if own.by_trl:
             return {f"trl.{key}": value for key, value in self.asked(own, lr).items()}
         return read_settings(str(self.options.config), tuple(self.words(own, lr)))
@@ -241,7 +241,7 @@ class Measurement:
         return train(self.options.config, words, folder, None if whole else has_reached)
 
     def asked(self, own: Arm, lr: float) -> dict[str, Any]:
-        """Return what is asked of TRL."""
+        """Return the request to ``trl_run.py``."""
         steps = self.steps(own)
         return {
             "policy": str(self.task.policy),

@@ -45,7 +45,7 @@ class Point:
 Settings = dict[str, Any]
 """Values by dotted key."""
 NOT_COMPARED = ("run.dir", "run.seed", "model.path")
-"""Settings that differ between equal trainings; the task's version stands for the policy."""
+"""Settings that differ between equal trainings. The name of the task identifies the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def train(
         config: the configuration.
         words: overrides.
         folder: folder of the run.
-        stop: function of the rows so far, whether to end the training early.
+        stop: function of the present rows; True ends the training.
     """
     own = [f"run.dir={folder}", "run.export=false", "run.checkpoint_every=0"]
     command = [sys.executable, "-m", "megatron_dppo", "train", str(config), *words, *own]

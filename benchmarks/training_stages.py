@@ -93,7 +93,7 @@ SPARSE = (
     "rollout.max_response_tokens=64",
     "optimizer.lr=1e-4",
 )
-"""Sums of which the warmed-up policy answers about one in fifty."""
+"""The warmed-up policy answers about one in fifty of these sums."""
 TASKS = {
     "sums": Task(sums_policy, {"early": 0.3, "middle": 0.7, "late": 0.87}, (*ONE_RANK, *SUMS)),
     "sparse_sums": Task(
