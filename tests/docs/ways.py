@@ -158,7 +158,10 @@ WAYS = (
         replace={**PLACEHOLDERS, "RANKS": "2"},
         append="rollout.prompts_per_step=4",
     ),
-    Way(r"megatron-dppo train configs/qwen3_\S+\.yaml", append=CHECKED),
+    Way(
+        r"megatron-dppo train configs/qwen3_\S+\.yaml( run\.dir=\S+( pruning\.\S+)+)?",
+        append=CHECKED,
+    ),
     Way(r"python benchmarks/plan_published\.py --json"),
     Way(r"python tools/types_on_the_way\.py"),
     Way(r"lint-imports"),
@@ -225,6 +228,10 @@ WAYS = (
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ "
         r"optimizer\.lr=\S+",
+        append=SMALL,
+    ),
+    Way(
+        r"megatron-dppo train configs/paper_toy\.yaml( run\.dir=\S+( pruning\.\S+)+)?",
         append=SMALL,
     ),
     Way(
