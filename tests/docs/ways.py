@@ -26,7 +26,8 @@ HERE = (
 )
 CHECKED = (
     f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl "
-    "data.prompt_key=question data.label_key=answer eval.problems=0 --check"
+    "data.prompt_key=question data.label_key=answer data.chat_template_kwargs={} eval.problems=0 "
+    "--check"
 )
 """For configurations of policies that take GPUs: what can be known to be wrong, by the same
 command."""
