@@ -206,6 +206,20 @@ def test_planned_figures_equal_the_planner() -> None:
         assert shown == f"{gpus} | {plan.actor.total / GIB:.0f} | {seconds}", name
 
 
+def test_planned_speed_up_of_the_papers_run_equals_the_planner() -> None:
+    ratios = []
+    for ahead in (1, 0):
+        for size in ("4b", "8b"):
+            file = str(ROOT / f"configs/qwen3_{size}_paper.yaml")
+            plan = make_plan(load_config(file, [f"rollout.ahead={ahead}"]), read_assumptions([]))
+            ratios.append(f"{plan.unpruned.seconds / plan.pruned.seconds:.2f}")
+    claim = (
+        "a pruned step is {} (4B) and {} (8B) times faster than an unpruned one, "
+        "and with `rollout.ahead=0` {} and {} times"
+    )
+    assert claim.format(*ratios) in " ".join(text_of("docs/scaling.md").split())
+
+
 def test_plans_of_published_runs_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from plan_published import compare_runs

@@ -26,7 +26,8 @@ HERE = (
 )
 CHECKED = (
     f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl "
-    "data.prompt_key=question data.label_key=answer eval.problems=0 --check"
+    "data.prompt_key=question data.label_key=answer data.chat_template_kwargs={} eval.problems=0 "
+    "--check"
 )
 """For configurations of policies that take GPUs: what can be known to be wrong, by the same
 command."""
@@ -158,7 +159,10 @@ WAYS = (
         replace={**PLACEHOLDERS, "RANKS": "2"},
         append="rollout.prompts_per_step=4",
     ),
-    Way(r"megatron-dppo train configs/qwen3_\S+\.yaml", append=CHECKED),
+    Way(
+        r"megatron-dppo train configs/qwen3_\S+\.yaml( run\.dir=\S+( pruning\.\S+)+)?",
+        append=CHECKED,
+    ),
     Way(r"python benchmarks/plan_published\.py --json"),
     Way(r"python tools/types_on_the_way\.py"),
     Way(r"lint-imports"),
@@ -225,6 +229,10 @@ WAYS = (
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ "
         r"optimizer\.lr=\S+",
+        append=SMALL,
+    ),
+    Way(
+        r"megatron-dppo train configs/paper_toy\.yaml( run\.dir=\S+( pruning\.\S+)+)?",
         append=SMALL,
     ),
     Way(
