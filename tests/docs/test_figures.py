@@ -24,6 +24,7 @@ MEASURED, ADVICE, RUNS, README = (
     "README.md",
 )
 TRUST, TRL = "docs/trust.md", "docs/recipes/other_trainers.md"
+COMPRESS = "docs/compress.md"
 
 
 def read_figures(script: str) -> list[dict[str, Any]]:
@@ -129,6 +130,25 @@ def describe_pruning_in_trl() -> list[tuple[str, str]]:
     return [(TRL, f"| {name} | {value} |") for name, value in rows.items()]
 
 
+def describe_p2_law() -> list[tuple[str, str]]:
+    (figures,) = read_figures("p2_law")
+    errors = {
+        name.removeprefix("error_"): error
+        for name, error in figures.items()
+        if name.startswith("error_")
+    }
+    smaller = [errors[f"curve_{number}"] for number in range(6)]
+    rows = {
+        "none: error on all points": f"{errors['all_seen']:.2f}",
+        "largest removed fraction": f"{errors['largest_rate']:.2f}",
+        "last half of the tokens": f"{errors['last_half_of_tokens']:.2f}",
+        "one of six recoveries of smaller policies": f"{min(smaller):.2f} to {max(smaller):.2f}",
+        "the only recovery of the largest policy": f"{errors['curve_6']:.2f}",
+    }
+    below = f"{figures['points_below_L0']} of the {figures['points']} losses are below"
+    return [(COMPRESS, below), *((COMPRESS, f"| {name} | {row} |") for name, row in rows.items())]
+
+
 CLAIMS = [
     *describe_efficiency(),
     describe_picture(),
@@ -137,6 +157,7 @@ CLAIMS = [
     describe_whole_runs(),
     *describe_verdicts(),
     *describe_pruning_in_trl(),
+    *describe_p2_law(),
 ]
 
 

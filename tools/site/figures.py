@@ -220,6 +220,7 @@ PAGES = {
     "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
     "group_size.py": "pruning_measured.md#group-size",
     "in_trl.py": "recipes/other_trainers.md#trl",
+    "p2_law.py": "compress.md#what-was-measured",
     "plan_published.py": "scaling.md#against-published-runs",
     "real_curves.py": "runs.md#a-real-language-model",
 }
