@@ -2,14 +2,17 @@
 runs under GRPO, CPPO, GRESO, DPPO, and under the pruning of this project.
 
     python benchmarks/paper_table.py [--task word_problems] [--seeds 8] [--jobs 2] [--json]
-    python benchmarks/paper_table.py --losses [--seeds 3]
+    python benchmarks/paper_table.py --task smollm2 --seeds 3 [--json]
+    python benchmarks/paper_table.py --losses --seeds 3 [--jobs 2] [--json]
 
 The design, with all arms and seeds, was committed before the first run.
 
 - **Protocol**: the paper's. All arms train the same warmed-up policy on one pool of ``POOL``
-  prompts, ``EPOCHS`` times, in steps of 32 prompts × 8 completions, at one constant learning rate.
+  prompts for eight epochs (SmolLM2: four), in steps of 32 prompts × 8 completions, at one constant
+  learning rate.
 - **Learning rate**: tuned for GRPO, by mean final accuracy on ``TUNING_SEEDS``. The first three
   rates are a factor of 1.5 apart. While the best is the lowest or the highest, another is tried.
+  SmolLM2 has the rate of ``real_curves.py`` for this batch.
 - **Epochs**: prompts of the windows, pruned or not, over the pool. GRESO's refilled windows consume
   prompts faster: its run is evaluated every four steps, and ends at the first evaluation after the
   last epoch. Equal noise and one row of 16 prompts have GRPO's number of steps instead.
@@ -18,7 +21,8 @@ The design, with all arms and seeds, was committed before the first run.
   fill-in.
 - **Bound**: DPPO's rule has a ``pruning.max_weight`` that no weight reaches.
 - **Accuracy**: greedy answers to held-out problems of the training's kind, and of another kind
-  (``longer``): sums of 7 and 8 numbers, or word problems of a sixth family.
+  (``longer``): sums of 7 and 8 numbers, word problems of a sixth family, or for SmolLM2 problems
+  of three steps.
 - **Seconds** are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the
   wall-clock seconds of all runs of the task. Evaluations and start-up do not count.
 - **Inflation** is the run's own estimate of the variance by pruning, the mean over all steps after
@@ -36,6 +40,7 @@ import json
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -54,9 +59,7 @@ from megatron_dppo.settings import load_config
 
 CONFIG = "configs/quickstart.yaml"
 POOL = 256
-EPOCHS = 8
 PROMPTS = 32
-STEPS = EPOCHS * POOL // PROMPTS
 FACTOR = 1.5
 TUNING_SEEDS = (101, 102)
 HELD_OUT = 500
@@ -72,9 +75,10 @@ class Arm:
     settings: tuple[str, ...]
     prompts: int = PROMPTS
     """Prompts per step, before pruning."""
-    steps: int = STEPS
+    steps: float = 1.0
+    """Number of steps, over GRPO's."""
     by_epochs: bool = False
-    """Whether the run ends after ``EPOCHS``, before its last step."""
+    """Whether the run ends after the last epoch, before its last step."""
     paper: str = ""
     """Speed-up and gain in accuracy in the paper's table (Qwen3-4B, MATH, 8 H100)."""
 
@@ -86,7 +90,7 @@ ARMS: Mapping[str, Arm] = {
     "CPPO: top_k 0.5, divided by the kept, 64 prompts": Arm(
         pruning(completions="top_k", keep=(1.0, 0.5), normaliser="kept"),
         prompts=64,
-        steps=STEPS // 2,
+        steps=0.5,
         paper="1.35×, +5.22",
     ),
     "CPPO: top_k 0.125, divided by the kept, 32 prompts": Arm(
@@ -113,11 +117,17 @@ ARMS: Mapping[str, Arm] = {
         pruning("neyman", "neyman", **OURS, target_noise=1.0)
     ),
     "unpruned, 16 prompts": Arm(UNPRUNED, prompts=16),
-    "unpruned, 16 prompts, all epochs": Arm(UNPRUNED, prompts=16, steps=2 * STEPS),
+    "unpruned, 16 prompts, all epochs": Arm(UNPRUNED, prompts=16, steps=2.0),
 }
 LOSSES = ("grpo", "dapo", "gspo")
 RATIOS = (0.0, 0.3, 0.5, 0.7, 0.9)
-ON_SMOLLM2 = [name for name in ARMS if name.startswith(("GRPO", "CPPO: top_k 0.5", "unpruned, 16"))]
+ON_SMOLLM2 = (
+    GRPO,
+    "CPPO: top_k 0.5, divided by the kept, 64 prompts",
+    "DPPO: threshold, r 0.5 / 0.5, weights to 4, 32 prompts",
+    "prompts 0.85, tokens auto, weights to 10, 32 prompts",
+    "unpruned, 16 prompts",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +140,14 @@ class Task:
     folder: Path
     """Folder of ``train.jsonl``, ``held_out.jsonl`` and ``longer.jsonl``."""
     lr: float
-    """Middle of the first three learning rates."""
+    """Middle of the first three learning rates; the only one if not ``tuned``."""
     settings: tuple[str, ...]
+    epochs: int = 8
+    config: str = CONFIG
+    tuned: bool = True
 
     def words(self, arm: Arm, lr: float) -> list[str]:
+        steps = round(arm.steps * self.epochs * POOL / PROMPTS)
         return [
             *self.settings,
             f"model.path={self.policy}",
@@ -142,9 +156,8 @@ class Task:
             f"longer: {self.folder / 'longer.jsonl'}}}",
             f"eval.problems={HELD_OUT}",
             f"eval.every={4 if arm.by_epochs else 0}",
-            "layout.tp=1",
             f"optimizer.lr={lr:g}",
-            f"run.steps={arm.steps}",
+            f"run.steps={steps}",
             f"rollout.prompts_per_step={arm.prompts}",
             *arm.settings,
         ]
@@ -157,42 +170,56 @@ def sums(folder: Path) -> Task:
     known = {each.question for each in (*lessons, *held_out)}
     draw = random.Random(0)
 
-    def fresh(lengths: Sequence[int]) -> list[tuple[str, str]]:
+    def fresh(lengths: Sequence[int]) -> list[dict[str, str]]:
         found: dict[str, str] = {}
         while len(found) < HELD_OUT:
             terms = [draw.randint(1, config.max_operand) for _ in range(draw.choice(lengths))]
             question = "+".join(map(str, terms)) + "="
             if question not in known:
                 found[question] = str(sum(terms))
-        return list(found.items())
+        return [{"prompt": question, "label": label} for question, label in found.items()]
 
     lengths = range(config.min_terms, config.max_terms + 1)
-    train = [(each.question, each.label) for each in lessons[:POOL]]
-    write(folder, {"train": train, "held_out": fresh(lengths), "longer": fresh((7, 8))})
-    return Task("sums 1", Path("runs/quickstart/warm"), folder, 1.5e-4, ())
+    train = [{"prompt": each.question, "label": each.label} for each in lessons[:POOL]]
+    write(folder, train, fresh(lengths), fresh((7, 8)))
+    return Task("sums 1", Path("runs/quickstart/warm"), folder, 1.5e-4, ("layout.tp=1",))
 
 
 def word_problems(folder: Path) -> Task:
     """Return the task of ``word_problems.py``; make a missing policy."""
     made = prepared(Path("runs/word_problems"))
-    rows = {}
-    for name in ("train", "held_out"):
-        found = map(json.loads, (made.folder / f"{name}.jsonl").open(encoding="utf-8"))
-        rows[name] = [(row["prompt"], row["label"]) for row in found]
-    longer = [(each.question, each.label) for each in composed(HELD_OUT)]
-    write(folder, {**rows, "train": rows["train"][:POOL], "longer": longer})
-    limits = ("data.max_prompt_tokens=96", "rollout.max_response_tokens=96")
+    longer = [{"prompt": question, "label": label} for question, label in composed(HELD_OUT)]
+    write(folder, read(made.folder / "train.jsonl"), read(made.folder / "held_out.jsonl"), longer)
+    limits = ("layout.tp=1", "data.max_prompt_tokens=96", "rollout.max_response_tokens=96")
     return Task("word problems 1", made.policy, folder, 2.3e-4, limits)
 
 
-TASKS = {"sums": sums, "word_problems": word_problems}
+def smollm2(folder: Path) -> Task:
+    """Return the task of ``configs/smollm2_steps.yaml``, which has the commands for its files and
+    policy. The other kind is problems of three steps."""
+    made = Path("runs/smollm2_steps")
+    command = [sys.executable, "tools/smollm2/problems.py", str(folder / "three"), "--steps", "3"]
+    subprocess.run(command, check=True)
+    longer = read(folder / "three" / "held_out.jsonl")
+    write(folder, read(made / "train.jsonl"), read(made / "held_out.jsonl"), longer)
+    config = "configs/smollm2_steps.yaml"
+    settings = ("eval.samples=4", "data.response_key=null")
+    return Task("smollm2 1", made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
 
 
-def write(folder: Path, files: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+TASKS = {"sums": sums, "word_problems": word_problems, "smollm2": smollm2}
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write(folder: Path, train: list[Any], held_out: list[Any], longer: list[Any]) -> None:
+    """Write the task's files, with the first ``POOL`` problems of ``train``."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in files.items():
-        lines = [json.dumps({"prompt": prompt, "label": label}) for prompt, label in rows]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for name, rows in {"train": train[:POOL], "held_out": held_out, "longer": longer}.items():
+        text = "\n".join(map(json.dumps, rows))
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 class Measurement:
@@ -206,14 +233,14 @@ class Measurement:
 
     def run(self, name: str, arm: Arm, lr: float, seed: int) -> Run:
         """Return the stored run, or train."""
-        words = self.task.words(arm, lr)
-        settings = read_settings(CONFIG, tuple(words))
-        if found := self.store.find(self.task.name, seed, settings):
+        task = self.task
+        words = task.words(arm, lr)
+        settings = read_settings(task.config, tuple(words))
+        if found := self.store.find(task.name, seed, settings):
             return found
         folder = self.folder / f"{len(name)}-{abs(hash((name, lr)))}-{seed}"
-        rows = train(
-            CONFIG, [*words, f"run.seed={seed}"], folder, has_ended if arm.by_epochs else None
-        )
+        stop = self.has_ended if arm.by_epochs else None
+        rows = train(task.config, [*words, f"run.seed={seed}"], folder, stop)
         reached = list(points(rows))
         if len(reached) < 2:
             raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
@@ -223,11 +250,16 @@ class Measurement:
         for key in ("prune/variance_inflation", "prune/max_weight"):
             if found := [row[key] for row in later if key in row]:
                 figures[key] = statistics.fmean(found)
-        run = Run(self.task.name, name, seed, settings, reached, figures)
+        run = Run(task.name, name, seed, settings, reached, figures)
         self.store.add(run)
         shutil.rmtree(folder, ignore_errors=True)
         print(name, f"{lr:g}", seed, figures, file=sys.stderr, flush=True)
         return run
+
+    def has_ended(self, rows: Sequence[dict[str, float]]) -> bool:
+        """Return whether the last epoch was over at the last evaluation."""
+        reached = list(points(rows))
+        return bool(reached) and round(reached[-1].considered) >= self.task.epochs * POOL
 
     def every(self, arms: Mapping[str, Arm], lr: float, seeds: Sequence[int]) -> list[list[Run]]:
         """Return the runs of each seed, one per arm. Seed by seed, so that other work on the
@@ -238,6 +270,8 @@ class Measurement:
 
     def tune(self) -> tuple[float, dict[str, list[float]]]:
         """Return GRPO's best learning rate, and the final accuracies by rate."""
+        if not self.task.tuned:
+            return self.task.lr, {}
         tried: dict[float, list[float]] = {}
         rates = [float(f"{self.task.lr * FACTOR**by:.2g}") for by in (-1, 0, 1)]
         while True:
@@ -249,12 +283,6 @@ class Measurement:
             if best not in (min(tried), max(tried)):
                 return best, {f"{lr:g}": found for lr, found in sorted(tried.items())}
             rates = [float(f"{best * (FACTOR if best == max(tried) else 1 / FACTOR):.2g}")]
-
-
-def has_ended(rows: Sequence[dict[str, float]]) -> bool:
-    """Return whether the pool was seen ``EPOCHS`` times at the last evaluation."""
-    reached = list(points(rows))
-    return bool(reached) and round(reached[-1].considered) >= EPOCHS * POOL
 
 
 def compare(
@@ -320,6 +348,8 @@ def main() -> None:
     store = options.store or Path(f"benchmarks/results/paper_table_{options.task}.jsonl")
     measurement = Measurement(task, store, options.jobs)
     arms = list_losses() if options.losses else ARMS
+    if options.task == "smollm2":
+        arms = {name: ARMS[name] for name in ON_SMOLLM2}
     try:
         lr, tuning = measurement.tune()
         by_seed = measurement.every(arms, lr, range(1, 1 + options.seeds))
