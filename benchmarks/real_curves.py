@@ -14,8 +14,6 @@ TRL.
   an accuracy are interpolated between evaluations.
 - ``time_to_accuracy_ratio``: time of the unpruned arm over time of the arm, geometric mean over the
   seeds with a 95% interval; None if an arm did not reach the accuracy.
-- ``longer_than``: seconds of each run that ended below the accuracy, over seconds of the unpruned
-  run to the accuracy.
 - ``equal_noise`` compares whole runs: ``EQUAL_NOISE`` has learning rate, prompts and number of
   steps of ``LIKE``, with ``pruning.target_noise=1``.
 """
@@ -38,8 +36,7 @@ from against_trl import Arm as Process
 from against_trl import trl_python
 from arms import UNPRUNED, neyman
 from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
-
-from megatron_dppo.observe.metrics import read_metrics
+from timed_runs import train
 
 HERE = Path(__file__).parent
 CONFIG = "configs/smollm2_steps.yaml"
@@ -83,29 +80,15 @@ Points = list[tuple[float, float]]
 """At each evaluation: seconds of all previous steps, and held-out accuracy."""
 
 
-def trained(words: Sequence[str], folder: Path, *, seed: int) -> list[dict[str, float]]:
-    """Train, return the rows of metrics, and remove the run's folder.
-
-    Args:
-        words: a configuration and overrides.
-        folder: folder of the run.
-        seed: random seed of the run.
-    """
-    own = (f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0")
-    package_command("train", *words, *own)
-    rows = read_metrics(folder)
-    shutil.rmtree(folder)
-    return rows
-
-
 def by_us(own: Arm, words: Sequence[str], seed: int, folder: Path) -> list[dict[str, float]]:
     """Train with this project's trainer, and return the rows of metrics."""
     settings = [
+        f"run.seed={seed}",
         f"run.steps={own.steps}",
         f"eval.every={own.steps // EVALUATIONS}",
         f"optimizer.lr={own.lr}",
     ]
-    return trained([*words, *settings, *own.settings], folder, seed=seed)
+    return train(CONFIG, [*words, *settings, *own.settings], folder)
 
 
 def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[str, float]]:
@@ -202,10 +185,6 @@ def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict
     ratio = None
     if seeds and None not in (*base_times, *times):
         ratio = paired_ratio(base_times, times)  # type: ignore[arg-type]
-    longer_than = []
-    for seed, base_time, time in zip(seeds, base_times, times, strict=True):
-        if base_time and not time:
-            longer_than.append(own[seed][-1][0] / base_time)
     gain, reach = mean_and_reach([each[-1][1] - each[0][1] for each in own.values()])
     seconds_per_step = []
     for run in runs:
@@ -221,7 +200,6 @@ def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict
         "final_accuracy": statistics.fmean(each[-1][1] for each in own.values()),
         "seconds_to_accuracy": times,
         "time_to_accuracy_ratio": ratio,
-        "longer_than": longer_than,
         "seconds_per_step": statistics.fmean(seconds_per_step),
     }
 
@@ -315,7 +293,7 @@ def main() -> None:
     for file in options.earlier:
         commands = json.loads(file.read_text(encoding="utf-8"))
         runs += commands[Path(__file__).name]["figures"]["runs"]
-    words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
+    words = [*data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
     folder = Path(tempfile.mkdtemp(prefix="real-curves-"))
     try:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
