@@ -5,14 +5,16 @@ import json
 import re
 import runpy
 from itertools import pairwise
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 
 from megatron_dppo.estimate.assumptions import GIB, read_assumptions
 from megatron_dppo.estimate.plan import make_plan
+from megatron_dppo.report.timing import compute_student_t
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 
@@ -149,7 +151,49 @@ def describe_p2_law() -> list[tuple[str, str]]:
     return [(COMPRESS, below), *((COMPRESS, f"| {name} | {row} |") for name, row in rows.items())]
 
 
+def describe_paper() -> list[tuple[str, str]]:
+    (figures,) = read_figures("paper_table")
+    arms = figures["arms"]
+    rule = [arm for name, arm in arms.items() if name.startswith("DPPO: threshold, r")]
+    noise = arms[f"{DEFAULT}, noise 1, 32 prompts"]
+    half = arms["unpruned, 16 prompts"]
+    refilled = arms["GRESO: greso, refilled, 32 prompts"]
+    cppo = arms["CPPO: top_k 0.5, divided by the kept, 64 prompts"]
+
+    def join(texts: list[str]) -> str:
+        return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+    def gain(arm: dict[str, Any], sign: str = "+") -> str:
+        points, reach = (100 * arm["held_out"][key] for key in ("gain", "gain_reach"))
+        return f"{points:{sign}.1f} ± {reach:.1f}".replace("-", "−" if sign == "+" else "")
+
+    assert all(arm["held_out"]["gain"] + arm["held_out"]["gain_reach"] < 0.0336 for arm in rule)
+    assert half["times_faster"] > rule[2]["times_faster"]
+    assert half["held_out"]["gain"] > rule[2]["held_out"]["gain"]
+    assert all(arm["longer"]["mean"] < 0.01 for arm in arms.values())
+    by_seed = [arm["held_out"]["by_seed"] for arm in (arms["GRPO: unpruned, 32 prompts"], rule[1])]
+    spread = stdev(own - other for other, own in zip(*by_seed, strict=True))
+    few = 100 * compute_student_t(2) * spread / sqrt(3)
+    inflation = [arm["prune/variance_inflation"] for arm in rule[2:]]
+    faster = [f"{arm['times_faster']:.2f}" for arm in rule]
+    return [
+        ("docs/paper.md", claim)
+        for claim in (
+            f"{join(faster)} times faster than GRPO",
+            f"differs by {join([gain(arm) for arm in rule])} points",
+            f"are {half['times_faster']:.2f} times faster at {gain(half)} points",
+            f"is {noise['times_faster']:.2f} times faster at {gain(noise)} points",
+            f"{inflation[0]:.2f} times at 0.7, and {inflation[1]:.1f} times at 0.9",
+            f"lose {gain(cppo, '-')} and {gain(refilled, '-')} points",
+            f"Three leave an interval of ± {few:.0f} points at ratios of 0.5, eight leave ± "
+            f"{100 * rule[1]['held_out']['gain_reach']:.1f}",
+            f"have {cppo['steps']:.0f} and {refilled['steps']:.0f} steps instead of 64",
+        )
+    ]
+
+
 CLAIMS = [
+    *describe_paper(),
     *describe_efficiency(),
     describe_picture(),
     describe_time_beside_trl(),

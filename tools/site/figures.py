@@ -443,7 +443,7 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
     stages = figures[efficiency]["figures"]["stages"] if efficiency in figures else []
     yield (
         "| method | the paper | times faster | accuracy [%] | minus GRPO | other kind [%] | "
-        "tokens generated, trained | variance | E |"
+        "tokens generated/trained | variance | E |"
     )
     yield "|---" * 9 + "|"
     for name, arm in found["arms"].items():
@@ -458,7 +458,7 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
                 f"{100 * held_out['mean']:.1f}",
                 gain.replace("-", "−") if held_out["gain"] else "",
                 f"{100 * arm['longer']['mean']:.1f}",
-                f"{arm['generated']:.2f}, {arm['trained']:.2f}",
+                f"{arm['generated']:.2f}/{arm['trained']:.2f}",
                 f"{inflation:.2f}" if inflation else "",
                 _find_efficiency(name, stages),
             ),
@@ -470,7 +470,7 @@ def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
     arm = re.sub(r", (16|32|64) prompts$|: unpruned.*", "", name)
     arm = {"unpruned": "unpruned, half of the prompts", "GRPO": "unpruned"}.get(arm, arm)
     found = [stage["arms"].get(arm) for stage in stages]
-    return ", ".join(f"{each['efficiency']:.2f}" for each in found if each)
+    return "/".join(f"{each['efficiency']:.2f}" for each in found if each)
 
 
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
