@@ -98,8 +98,10 @@ def describe(config: PruningConfig) -> str:
         name = f"top_k {completions.keep:g}, divided by {KINDS[completions.normaliser]}"
     elif rules == ("greso", "none"):
         name = "greso, refilled" if config.resample == "prompts" else "greso, not refilled"
+    elif rules == ("dynamic_sampling", "none"):
+        name = "dynamic_sampling"
     else:
-        name = " / ".join(rule for rule in rules if rule != "none")
+        raise ValueError(f"arms with the rules {rules} have no name yet")
     if prompts.rule == "neyman" and prompts.floor != 0.2:
         name += f", floor {prompts.floor:g}"
     if config.target_noise is not None:

@@ -242,9 +242,7 @@ class Measurement:
         stop = self.has_ended if arm.by_epochs else None
         rows = train(task.config, [*words, f"run.seed={seed}"], folder, stop)
         reached = list(points(rows))
-        if len(reached) < 2:
-            raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
-        evaluated = [row for row in rows if "eval/accuracy" in row][len(reached) - 1]
+        evaluated = [row for row in rows if "eval/accuracy" in row][-1]
         later = [row for row in rows if row["step"] * arm.prompts > POOL]
         figures = {key: evaluated[f"eval/{key}"] for key in ("held_out", "longer")}
         for key in ("prune/variance_inflation", "prune/max_weight"):
@@ -261,7 +259,7 @@ class Measurement:
         reached = list(points(rows))
         return bool(reached) and round(reached[-1].considered) >= self.task.epochs * POOL
 
-    def every(self, arms: Mapping[str, Arm], lr: float, seeds: Sequence[int]) -> list[list[Run]]:
+    def run_all(self, arms: Mapping[str, Arm], lr: float, seeds: Sequence[int]) -> list[list[Run]]:
         """Return the runs of each seed, one per arm. Seed by seed, so that other work on the
         machine affects all arms."""
         jobs = [(name, arm, lr, seed) for seed in seeds for name, arm in arms.items()]
@@ -277,7 +275,7 @@ class Measurement:
         while True:
             for lr in rates:
                 if lr not in tried:
-                    runs = self.every({GRPO: ARMS[GRPO]}, lr, TUNING_SEEDS)
+                    runs = self.run_all({GRPO: ARMS[GRPO]}, lr, TUNING_SEEDS)
                     tried[lr] = [run.figures["held_out"] for (run,) in runs]
             best = max(tried, key=lambda lr: statistics.fmean(tried[lr]))
             if best not in (min(tried), max(tried)):
@@ -352,7 +350,7 @@ def main() -> None:
         arms = {name: ARMS[name] for name in ON_SMOLLM2}
     try:
         lr, tuning = measurement.tune()
-        by_seed = measurement.every(arms, lr, range(1, 1 + options.seeds))
+        by_seed = measurement.run_all(arms, lr, range(1, 1 + options.seeds))
     finally:
         measurement.pool.shutdown(cancel_futures=True)
         shutil.rmtree(measurement.folder)

@@ -208,14 +208,15 @@ class Measurement:
     def settings(self, own: Arm, lr: float) -> Settings:
         """Return the key of a training in the store."""
         if own.by_trl:
-            return {f"trl.{key}": value for key, value in self.asked(own, lr).items()}
+            return {f"trl.{key}": value for key, value in self.build_request(own, lr).items()}
         return read_settings(str(self.options.config), tuple(self.words(own, lr)))
 
     def run(self, name: str, own: Arm, lr: float, seed: int, *, whole: bool = False) -> Run:
         """Return the stored run, or train. Unless ``whole``, a training ends once the accuracy is
         reached."""
         beside = ", beside TRL" if name.startswith(BESIDE_TRL) else ""
-        if found := self.find(own, lr, seed, beside):
+        found = self.find(own, lr, seed, beside)
+        if found and (not whole or found.points[-1].step == self.steps(own)):
             return found
         folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
         train = self.by_trl if own.by_trl else partial(self.by_us, whole=whole)
@@ -240,7 +241,7 @@ class Measurement:
         words = [*self.words(own, lr), f"run.seed={seed}"]
         return train(self.options.config, words, folder, None if whole else has_reached)
 
-    def asked(self, own: Arm, lr: float) -> dict[str, Any]:
+    def build_request(self, own: Arm, lr: float) -> dict[str, Any]:
         """Return the request to ``trl_run.py``."""
         steps = self.steps(own)
         return {
@@ -262,7 +263,7 @@ class Measurement:
     def by_trl(self, own: Arm, lr: float, seed: int, folder: Path) -> list[dict[str, float]]:
         """Train with TRL's GRPOTrainer; return a row per step, with processor seconds, and with the
         accuracy after an evaluation."""
-        asked = self.asked(own, lr)
+        asked = self.build_request(own, lr)
         asked["settings"] = WARM_UP | {"seed": seed}
         command = [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)]
         trained = Process("TRL", command, folder.with_suffix(".log"))
@@ -280,7 +281,7 @@ class Measurement:
             trained.process.kill()
         return rows
 
-    def every(self, wanted: Iterable[tuple[str, Arm, float, int]]) -> list[Run]:
+    def run_all(self, wanted: Iterable[tuple[str, Arm, float, int]]) -> list[Run]:
         return list(self.pool.map(lambda each: self.run(*each), wanted))
 
     def costs(self) -> Costs:
@@ -308,7 +309,7 @@ class Measurement:
             rates[name] = [rate(own.lr, by) for by in (-1, 0, 1)]
         further = [(name, lr) for name, tried in rates.items() for lr in tried]
         while True:
-            self.every((name, self.arms[name], lr, first) for name, lr in further)
+            self.run_all((name, self.arms[name], lr, first) for name, lr in further)
             order = {name: self.sort_rates(name, rates[name], [first]) for name in rates}
             further = []
             for name, tried in rates.items():
@@ -322,7 +323,7 @@ class Measurement:
             for name, lr in further:
                 rates[name].append(lr)
         candidates = {name: order[name][:2] for name in rates}
-        self.every(
+        self.run_all(
             (name, self.arms[name], lr, second) for name, both in candidates.items() for lr in both
         )
         best = {}
@@ -416,7 +417,7 @@ class Measurement:
         our_seconds = []
         for seed in seeds:
             pair = (trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)
-            trl_run, our_run = self.every(pair)
+            trl_run, our_run = self.run_all(pair)
             trl_runs.append(trl_run)
             trl_seconds.append(seconds_to(trl_run, self.task.accuracy))
             our_seconds.append(seconds_to(our_run, self.task.accuracy))

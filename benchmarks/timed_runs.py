@@ -202,6 +202,9 @@ def train(
         words: overrides.
         folder: folder of the run.
         stop: function of the present rows; True ends the training.
+
+    Raises:
+        SystemExit: the training failed; has the log.
     """
     own = [f"run.dir={folder}", "run.export=false", "run.checkpoint_every=0"]
     command = [sys.executable, "-m", "megatron_dppo", "train", str(config), *words, *own]
@@ -212,6 +215,9 @@ def train(
             if stop and folder.exists() and stop(read_metrics(folder)):
                 process.terminate()
                 process.wait()
+                return read_metrics(folder)
+    if process.returncode:
+        raise SystemExit(folder.with_suffix(".log").read_text(encoding="utf-8"))
     return read_metrics(folder)
 
 

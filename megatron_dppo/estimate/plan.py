@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -78,19 +79,24 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     fits = actor.fits and server.fits
     most = max(server.concurrency, 1)
 
-    pruned = estimate_step_time(setup, concurrency=most)
+    def estimate_step(config: Config, prompts: int) -> StepTime:
+        change = {"rollout.prompts_per_step": max(1, prompts), "pruning.target_noise": None}
+        own = dataclasses.replace(setup, config=with_settings(config, change))
+        return estimate_step_time(own, concurrency=most)
 
     def estimate_unpruned_step(prompts: int) -> StepTime:
-        change = {"rollout.prompts_per_step": max(1, prompts)}
-        fewer = with_settings(disable_pruning(config), change)
-        return estimate_step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
+        return estimate_step(disable_pruning(config), prompts)
 
     prompts = config.rollout.prompts_per_step
     given = assume.variance
     variance = get_measured_variance(config) if given is None else (given, given)
+    window = prompts
+    if (noise := config.pruning.target_noise) and variance:
+        window = round(prompts * fmean(variance) / noise)
+    pruned = estimate_step(config, window)
     # An unpruned step of 1/factor of the prompts has the pruned step's variance.
     as_noisy = variance and [
-        estimate_unpruned_step(round(prompts / factor)).seconds / pruned.seconds
+        estimate_unpruned_step(round(window / factor)).seconds / pruned.seconds
         for factor in variance
     ]
     unpruned = estimate_unpruned_step(prompts)

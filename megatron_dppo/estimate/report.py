@@ -237,10 +237,8 @@ def _format_efficiency(made: Plan) -> Iterator[str]:
 def _format_costs(made: Plan) -> Iterator[str]:
     """Compare costs at equal noise, with fewer prompts; and at equal numbers of steps, with all."""
     hours = made.cost.gpu_hours
-    rows = [
-        ("pruned", [hours]),
-        ("unpruned, all prompts: less noise", [made.cost_unpruned.gpu_hours]),
-    ]
+    less = "" if made.config.pruning.target_noise else ": less noise"
+    rows = [("pruned", [hours]), (f"unpruned, all prompts{less}", [made.cost_unpruned.gpu_hours])]
     if made.efficiency:
         rows.append(
             ("unpruned, fewer prompts: equal noise", [hours * each for each in made.efficiency])
@@ -254,11 +252,16 @@ def _format_costs(made: Plan) -> Iterator[str]:
     if not price:
         yield "Set cluster.price_per_gpu_hour to see what they cost."
     if made.efficiency:
-        saved = [hours * (each - 1.0) for each in made.efficiency]
         unit = "" if price else " GPU-hours"
-        yield f"At equal noise, pruning saves {_format_range(saved, price or 1.0, digits=0)}{unit}."
+        saved = [hours * (each - 1.0) * (price or 1.0) for each in made.efficiency]
+        verb = "saves"
+        if max(saved) < 0.0:
+            verb = "costs another"
+            saved = [-each for each in saved]
+        yield f"At equal noise, pruning {verb} {_format_range(saved, digits=0)}{unit}."
 
 
 def _format_range(amounts: Iterable[float], times: float = 1.0, *, digits: int) -> str:
     """Format amounts that may be equal, lowest first."""
-    return " to ".join(dict.fromkeys(f"{times * x:,.{digits}f}" for x in sorted(amounts)))
+    texts = (f"{times * x:,.{digits}f}".replace("-", "−") for x in sorted(amounts))
+    return " to ".join(dict.fromkeys(texts))

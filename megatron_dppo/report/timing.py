@@ -374,11 +374,12 @@ def count_device_hours(run: RunRecord) -> DeviceHours:
     for row in run.rows:
         held = (_count_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        own = held * np.array(estimate_savings(row))
-        saved += own
-        efficiency = row.get("perf/pruning_efficiency")
-        if efficiency and at_equal_noise is not None:
-            at_equal_noise += held * row["perf/step_time"] * (efficiency - 1.0)
+        seconds = row.get("perf/step_time", 0.0)
+        own = np.array(estimate_savings(row))
+        saved += held * own
+        inflation = row.get("prune/variance_inflation")
+        if inflation and at_equal_noise is not None:
+            at_equal_noise += held * ((seconds + own[2]) / inflation - seconds)
         elif own.any():
             at_equal_noise = None
     devices = _describe_devices(run, servers)

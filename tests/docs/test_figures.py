@@ -30,9 +30,9 @@ COMPRESS = "docs/compress.md"
 
 
 def read_figures(script: str) -> list[dict[str, Any]]:
-    """Return the figures of each recorded command of a script."""
+    """Return the figures of each recorded command of a script, without ``efficiency.py --paper``."""
     stored = json.loads((FIGURES["RESULTS"] / f"{script}.json").read_text())
-    return [command["figures"] for command in stored.values()]
+    return [found["figures"] for command, found in stored.items() if "--paper" not in command]
 
 
 DEFAULT = "prompts 0.85, tokens auto, weights to 10"

@@ -73,8 +73,7 @@ def test_hours_saved_at_equal_noise_are_those_beyond_a_smaller_batch(tmp_path: P
     plain = count_device_hours(one_step(tmp_path / "plain", **pruning))
     assert (plain.at_equal_noise, plain.share_at_equal_noise) == (None, None)  # a biased rule
     inflation = 1.2
-    efficiency = full / plain.hours / inflation
-    run = one_step(tmp_path / "run", **pruning, **{"perf/pruning_efficiency": efficiency})
+    run = one_step(tmp_path / "run", **pruning, **{"prune/variance_inflation": inflation})
     found = count_device_hours(run)
     assert found.hours + found.at_equal_noise == pytest.approx(full / inflation)
     assert found.share_at_equal_noise == pytest.approx(1 - found.hours / (full / inflation))

@@ -5,6 +5,7 @@ Advantages and the normaliser are computed from whole groups, before any draw.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,10 +170,12 @@ def describe_bound(config: PruningConfig) -> str | None:
     if floor <= keep * (1.0 + 1e-9):
         return None
     whose = f" of prompts kept with {least:.2f}" if least < 1.0 else ""
+    # Rounded up, because a smaller value would change the rule again.
+    enough = math.ceil(round(100.0 / (least * keep), 6)) / 100.0
     return (
-        f"pruning.max_weight = {config.max_weight:g} changes probabilities of the rule: completions"
-        f"{whose} are kept with {floor:.2f} instead of {keep:.2f}. Set it to "
-        f"{1.0 / (least * keep):.4g} or more for the rule's own"
+        f"pruning.max_weight = {config.max_weight:g} changes the rule: completions{whose} are kept "
+        f"with probability {floor:.2f} instead of {keep:.2f}. Set it to {enough:g} or more for the "
+        "rule's own probabilities"
     )
 
 

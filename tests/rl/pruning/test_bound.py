@@ -21,19 +21,19 @@ def words(prompts: float, completions: float, *more: str) -> list[str]:
     [
         (
             words(0.1, 0.1),
-            "completions of prompts kept with 0.10 are kept with 1.00 instead of 0.10. Set it to 100",
+            "completions of prompts kept with 0.10 are kept with probability 1.00 instead of 0.10. Set it to 100",
         ),
         (
             words(0.3, 0.3),
-            "completions of prompts kept with 0.30 are kept with 0.33 instead of 0.30. Set it to 11.11",
+            "completions of prompts kept with 0.30 are kept with probability 0.33 instead of 0.30. Set it to 11.12",
         ),
         (
             words(0.3, 0.1, "pruning.prompts.rule=none", "pruning.max_weight=5"),
-            "completions are kept with 0.20 instead of 0.10. Set it to 10 ",
+            "completions are kept with probability 0.20 instead of 0.10. Set it to 10 ",
         ),
         (
             words(0.85, 0.3, "pruning.prompts.rule=neyman"),
-            "completions of prompts kept with 0.20 are kept with 0.50 instead of 0.30. Set it to 16.67",
+            "completions of prompts kept with 0.20 are kept with probability 0.50 instead of 0.30. Set it to 16.67",
         ),
         (words(0.1, 0.1, "pruning.max_weight=100"), None),
         (words(0.3, 0.3, "pruning.max_weight=11.2"), None),
@@ -45,6 +45,12 @@ def words(prompts: float, completions: float, *more: str) -> list[str]:
 def test_the_bound_is_told_where_it_changes_the_rule(words: list[str], said: str | None) -> None:
     note = describe_bound(load_config(None, words).pruning)
     assert note is None if said is None else said in str(note)
+    if note:
+        advice = note.partition("Set it to ")[2].split()[0]
+        assert (
+            describe_bound(load_config(None, [*words, f"pruning.max_weight={advice}"]).pruning)
+            is None
+        )
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.9])
