@@ -51,7 +51,7 @@ from typing import Any
 
 from arms import UNPRUNED, describe, pruning, threshold
 from harness import arguments, finish, mean_and_reach, paired_ratio
-from timed_runs import Costs, Run, Store, points, read_settings, train
+from timed_runs import Costs, Run, Store, name_task, points, read_settings, train
 from word_problems import composed, prepared
 
 from megatron_dppo.data.generators import make_sums
@@ -135,7 +135,7 @@ class Task:
     """Common properties of all arms."""
 
     name: str
-    """With the version of the problems and of the policy."""
+    """With a digest of the problems."""
     policy: Path
     folder: Path
     """Folder of ``train.jsonl``, ``held_out.jsonl`` and ``longer.jsonl``."""
@@ -182,7 +182,8 @@ def sums(folder: Path) -> Task:
     lengths = range(config.min_terms, config.max_terms + 1)
     train = [{"prompt": each.question, "label": each.label} for each in lessons[:POOL]]
     write(folder, train, fresh(lengths), fresh((7, 8)))
-    return Task("sums 1", Path("runs/quickstart/warm"), folder, 1.5e-4, ("layout.tp=1",))
+    policy = Path("runs/quickstart/warm")
+    return Task(name_task("sums", folder), policy, folder, 1.5e-4, ("layout.tp=1",))
 
 
 def word_problems(folder: Path) -> Task:
@@ -191,7 +192,7 @@ def word_problems(folder: Path) -> Task:
     longer = [{"prompt": question, "label": label} for question, label in composed(HELD_OUT)]
     write(folder, read(made.folder / "train.jsonl"), read(made.folder / "held_out.jsonl"), longer)
     limits = ("layout.tp=1", "data.max_prompt_tokens=96", "rollout.max_response_tokens=96")
-    return Task("word problems 1", made.policy, folder, 2.3e-4, limits)
+    return Task(name_task("word problems", folder), made.policy, folder, 2.3e-4, limits)
 
 
 def smollm2(folder: Path) -> Task:
@@ -204,7 +205,8 @@ def smollm2(folder: Path) -> Task:
     write(folder, read(made / "train.jsonl"), read(made / "held_out.jsonl"), longer)
     config = "configs/smollm2_steps.yaml"
     settings = ("eval.samples=4", "data.response_key=null")
-    return Task("smollm2 1", made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
+    name = name_task("smollm2", folder)
+    return Task(name, made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
 
 
 TASKS = {"sums": sums, "word_problems": word_problems, "smollm2": smollm2}

@@ -57,7 +57,18 @@ from against_trl import SAMPLES, trl_python
 from against_trl import Arm as Process
 from arms import UNPRUNED, neyman, pruning
 from harness import arguments, finish, mean_and_reach, paired_ratio
-from timed_runs import Costs, Point, Run, Settings, Store, points, read_settings, seconds_to, train
+from timed_runs import (
+    Costs,
+    Point,
+    Run,
+    Settings,
+    Store,
+    name_task,
+    points,
+    read_settings,
+    seconds_to,
+    train,
+)
 from word_problems import prepared
 
 from megatron_dppo.data.generators import make_sums
@@ -160,14 +171,16 @@ class Task:
         if name == "word_problems":
             made = prepared(folder)
             # Two first runs went from 24.5% to 74.5%.
-            return cls(made.policy, made.settings, 0.695, 96, folder, "word problems 1")
+            version = name_task("word problems", folder)
+            return cls(made.policy, made.settings, 0.695, 96, folder, version)
         folder.mkdir(parents=True, exist_ok=True)
         train, held_out = make_sums(load_config(str(QUICKSTART), ()).data.arithmetic)
         for file, sums in (("train", train), ("held_out", held_out[:PROBLEMS])):
             rows = [json.dumps({"prompt": each.question, "label": each.label}) for each in sums]
             (folder / f"{file}.jsonl").write_text("\n".join(rows), encoding="utf-8")
         # scripts/quickstart.sh makes the policy. The first run went from 10.5% to 86%.
-        return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), 0.78, 64, folder, "sums 1")
+        policy = Path("runs/quickstart/warm")
+        return cls(policy, ("layout.tp=1",), 0.78, 64, folder, name_task("sums", folder))
 
 
 class Measurement:

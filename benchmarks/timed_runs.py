@@ -53,7 +53,7 @@ class Run:
     """A finished training."""
 
     task: str
-    """Task and its version, such as ``sums 1``."""
+    """See :func:`name_task`."""
     arm: str
     seed: int
     settings: Settings
@@ -143,6 +143,14 @@ def read_defaults() -> Settings:
 
 def digest(settings: Settings) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def name_task(name: str, folder: Path) -> str:
+    """Return a task's name with a digest of its problems, all ``*.jsonl`` of a folder."""
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*.jsonl")):
+        found.update(file.name.encode() + file.read_bytes())
+    return f"{name} {found.hexdigest()[:8]}"
 
 
 class Store:

@@ -371,6 +371,16 @@ def test_plan_names_flash_attn_where_it_is_needed(
     assert made.needs_flash_attn == needed == ("flash-attn" in "\n".join(as_text(made)))
 
 
+def test_steps_of_a_target_noise_are_planned_with_their_wider_windows() -> None:
+    plain, noisy = plan(), plan("pruning.target_noise=1")
+    low, high = plain.variance
+    assert noisy.pruned.work.prompts == pytest.approx(
+        plain.pruned.work.prompts * (low + high) / 2, rel=0.02
+    )
+    assert noisy.unpruned == plain.unpruned
+    assert noisy.efficiency == pytest.approx(plain.efficiency, rel=0.1)
+
+
 def test_text_and_json_agree() -> None:
     made = plan("cluster.price_per_gpu_hour=2", "rollout.sync.transport=disk")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
@@ -386,16 +396,6 @@ def test_text_and_json_agree() -> None:
     assert f"At equal noise, pruning saves {saved}.".replace("-", "−") in text
     dear = plan("cluster.price_per_gpu_hour=2", variance=9.0)
     assert "At equal noise, pruning costs another" in "\n".join(as_text(dear))
-
-
-def test_steps_of_a_target_noise_are_planned_with_their_wider_windows() -> None:
-    plain, noisy = plan(), plan("pruning.target_noise=1")
-    low, high = plain.variance
-    assert noisy.pruned.work.prompts == pytest.approx(
-        plain.pruned.work.prompts * (low + high) / 2, rel=0.02
-    )
-    assert noisy.unpruned == plain.unpruned
-    assert noisy.efficiency == pytest.approx(plain.efficiency, rel=0.1)
     assert f"{found['speed_up']:.2f}x" in text
     assert "takes {:.2f} to {:.2f} times as long".format(*found["efficiency"]) in text
     assert f"{found['actor']['total'] / 2**30:.1f} of 79.2 GiB" in text

@@ -443,7 +443,7 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
     stages = figures[efficiency]["figures"]["stages"] if efficiency in figures else []
     yield (
         "| method | the paper | times faster | accuracy [%] | minus GRPO | other kind [%] | "
-        "tokens generated/trained | variance | E |"
+        "tokens generated/trained | variance by pruning | E |"
     )
     yield "|---" * 9 + "|"
     for name, arm in found["arms"].items():
@@ -486,7 +486,9 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": render_curves,
     "errors": render_errors,
     "group_size": render_group_sizes,
-    "paper_sums": partial(render_paper, "paper_table.py --jobs 2", "efficiency.py --paper"),
+    "paper_sums": partial(
+        render_paper, "paper_table.py --jobs 2", "efficiency.py --paper --further 0"
+    ),
     "published": render_published_runs,
     "rehearsed": render_rehearsals,
     "times_sums": partial(render_times, "sums"),
