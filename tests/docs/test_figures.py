@@ -211,7 +211,32 @@ def describe_paper() -> list[tuple[str, str]]:
     ]
 
 
+def describe_weaknesses() -> list[tuple[str, str]]:
+    stored = json.loads((FIGURES["RESULTS"] / "efficiency.json").read_text())
+    paper = "efficiency.py --paper --further 0"
+    sparse = stored[f"{paper} --task sparse_sums"]["figures"]["stages"]
+    early = [
+        stored[f"{paper}{samples}"]["figures"]["stages"][0]
+        for samples in ("", " --samples 4", " --samples 2")
+    ]
+    for stage in (*sparse, *early):
+        for ratio in ("0.5", "0.7", "0.9"):
+            (arm,) = (
+                arm
+                for name, arm in stage["arms"].items()
+                if name.startswith(f"DPPO: threshold, r {ratio}")
+            )
+            assert arm["efficiency"] < 1.0
+    mixed = " and ".join(f"{stage['mixed_groups']:.0%}" for stage in sparse)
+    (worth,) = {f"{stage['default_efficiency']:.2f}" for stage in sparse}
+    return [
+        (MEASURED, f"{mixed} of the groups have unequal rewards"),
+        (MEASURED, f"The default still has {worth} in both columns"),
+    ]
+
+
 CLAIMS = [
+    *describe_weaknesses(),
     *describe_paper(),
     *describe_efficiency(),
     describe_picture(),

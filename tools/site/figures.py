@@ -465,6 +465,24 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
         )
 
 
+def render_weaknesses() -> Iterator[str]:
+    """Render E of the paper's methods under sparse rewards, and with small groups early in
+    training."""
+    paper = "efficiency.py --paper --further 0"
+    figures = load_figures()
+    sparse = figures[f"{paper} --task sparse_sums"]["figures"]["stages"]
+    columns = {f"{stage['accuracy']:.0%} right, G = 8": stage for stage in sparse}
+    for samples, command in ((2, f"{paper} --samples 2"), (4, f"{paper} --samples 4"), (8, paper)):
+        stage = figures[command]["figures"]["stages"][0]
+        columns[f"{stage['accuracy']:.0%} right, G = {samples}"] = stage
+    yield _format_row("arm", columns)
+    yield "|---" * (len(columns) + 1) + "|"
+    for name in sparse[0]["arms"]:
+        if name != "unpruned":
+            cells = (_format_interval(stage["arms"][name]) for stage in columns.values())
+            yield _format_row(_format_arm(name), cells)
+
+
 def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
     """Return E at all stages of the arm of this name, without its number of prompts."""
     arm = re.sub(r", (16|32|64) prompts$|: unpruned.*", "", name)
@@ -492,6 +510,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "published": render_published_runs,
     "rehearsed": render_rehearsals,
     "times_sums": partial(render_times, "sums"),
+    "weaknesses": render_weaknesses,
     "times_word_problems": partial(render_times, "word_problems"),
 }
 
