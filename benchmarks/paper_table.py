@@ -19,7 +19,7 @@ The design, with all arms and seeds, was committed before the first run.
 - **CPPO** fills in further prompts by larger windows: half of the completions to 64 prompts, for
   half of the steps. At its own rate of 0.875 a window would be the whole pool, so that arm has no
   fill-in.
-- **Bound**: DPPO's rule has a ``pruning.max_weight`` that no weight reaches.
+- **Bound**: ``pruning.max_weight`` changes no weight of DPPO's rule.
 - **Accuracy**: greedy answers to held-out problems of the training's kind, and of another kind
   (``longer``): sums of 7 and 8 numbers, word problems of a sixth family, or for SmolLM2 problems
   of three steps.
@@ -102,9 +102,7 @@ ARMS: Mapping[str, Arm] = {
         paper="2.31×, +1.70",
     ),
     "DPPO: threshold, r 0.3 / 0.3, weights to 2.1, 32 prompts": Arm(threshold(0.3, 0.3)),
-    "DPPO: threshold, r 0.5 / 0.5, weights to 4, 32 prompts": Arm(
-        threshold(0.5, 0.5), paper="2.37×, +3.36 (r not known to us)"
-    ),
+    "DPPO: threshold, r 0.5 / 0.5, weights to 4, 32 prompts": Arm(threshold(0.5, 0.5)),
     "DPPO: threshold, r 0.7 / 0.7, weights to 11.2, 32 prompts": Arm(threshold(0.7, 0.7)),
     "DPPO: threshold, r 0.9 / 0.9, weights to 100, 32 prompts": Arm(threshold(0.9, 0.9)),
     "DPPO: threshold_deterministic, r 0.5 / 0.5, 32 prompts": Arm(

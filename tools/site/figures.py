@@ -447,11 +447,13 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
     )
     yield "|---" * 9 + "|"
     for name, arm in found["arms"].items():
+        if name.startswith("DPPO: threshold, r 0.3"):
+            yield _format_row("DPPO, ratios not known to us", ("2.37×, +3.36", *[""] * 7))
         held_out = arm["held_out"]
         gain = f"{100 * held_out['gain']:+.1f} ± {100 * held_out['gain_reach']:.1f}"
         inflation = arm.get("prune/variance_inflation")
         yield _format_row(
-            name.removesuffix(", 32 prompts"),
+            _format_arm(name.removesuffix(", 32 prompts")),
             (
                 arm["paper"],
                 f"{arm['times_faster']:.2f}",
