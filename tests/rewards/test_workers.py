@@ -24,7 +24,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.score import Score, collect_tracebacks, count_failures
 from megatron_dppo.settings import load_config
 from tests.rewards.math.test_completion import OPENED, THOUGHTS
-from tests.waiting import is_alive, wait_until
+from tests.waiting import is_alive, wait_until, wait_until_gone
 
 REWARD = FAILING = f"{Path(__file__).parent / 'rewards_that_fail.py'}:compute_score"
 REWARD_TIMEOUT_S = LIMIT_S = 0.3
@@ -217,7 +217,7 @@ def test_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
     pids += read_pids(tmp_path)
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: not any(map(is_alive, pids)))
+    wait_until_gone(pids)
     assert len(pids) == 5
 
 
@@ -234,7 +234,7 @@ def test_processes_of_a_function_end_with_its_worker(tmp_path: Path, end: str) -
             assert not is_alive(pids[-1])
         else:
             pool.score(write_items(end))
-        wait_until(lambda: not any(map(is_alive, pids)))
+        wait_until_gone(pids)
 
 
 def read_pids(folder: Path) -> list[int]:
