@@ -161,8 +161,8 @@ def points_of(rows: Sequence[dict[str, float]]) -> Iterator[tuple[float, float]]
 
 
 def seconds_to(points: Points, accuracy: float) -> float | None:
-    """Return the seconds at which the line through the evaluations first reaches an accuracy, or
-    None."""
+    """Return the seconds until an accuracy, interpolated between evaluations; None if never
+    reached."""
     for (start, below), (end, value) in pairwise(points):
         if below >= accuracy:
             return start

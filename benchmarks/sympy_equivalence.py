@@ -68,13 +68,13 @@ def _same(one: Basic, other: Basic) -> bool:
 
 
 def _same_sets(one: FiniteSet, other: FiniteSet) -> bool:
-    def in_other(a: Basic) -> bool:
+    def is_in_other(a: Basic) -> bool:
         return any(_same(a, b) for b in other.args)
 
-    def in_one(b: Basic) -> bool:
+    def is_in_one(b: Basic) -> bool:
         return any(_same(a, b) for a in one.args)
 
-    return all(map(in_other, one.args)) and all(map(in_one, other.args))
+    return all(map(is_in_other, one.args)) and all(map(is_in_one, other.args))
 
 
 def _equal(one: Basic, other: Basic) -> bool:

@@ -240,7 +240,7 @@ def _read_tools(row: Row) -> Tools:
         tools = drop_nulls(json.loads(given)) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = None
-    if not _is_list_of_tools(tools):
+    if not _is_tool_list(tools):
         form = (
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": '
             "...}}]"
@@ -253,7 +253,7 @@ def _read_tools(row: Row) -> Tools:
     return tools
 
 
-def _is_list_of_tools(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def _is_tool_list(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(
         isinstance(tool, dict) and ("function" in tool or "name" in tool) for tool in value
     )

@@ -355,7 +355,7 @@ class DeviceHours:
 
     @property
     def share(self) -> float:
-        """Fraction saved, of the hours of as many unpruned steps of all prompts."""
+        """Fraction saved, of the hours of the same steps without pruning."""
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
     @property

@@ -57,8 +57,7 @@ class Objective:
     mask_above: float = math.inf
     """Larger weights count as 0."""
     overlong_share: float = 0.0
-    """Fraction of the response limit, at its end, in which a longer response has a growing penalty.
-    """
+    """DAPO's soft penalty grows from 0 to 1 over this last fraction of the response limit."""
 
 
 OBJECTIVES: dict[str, Objective] = {

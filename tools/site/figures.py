@@ -432,7 +432,7 @@ def render_times(task: str) -> Iterator[str]:
 
 
 def render_paper(command: str, efficiency: str) -> Iterator[str]:
-    """Render the methods of DPPO's paper: the paper's figures, and those of whole runs here.
+    """Render the methods of DPPO's paper with the paper's figures, and figures of whole runs here.
 
     Args:
         command: recorded command of ``paper_table.py``.
