@@ -69,7 +69,7 @@ def neyman(prompts: float | None, completions: float | str | None, **more: Any) 
 
 
 def threshold(prompts: float, completions: float, rule: str = "threshold") -> tuple[str, ...]:
-    """Return DPPO's rule with the paper's ratios r, and with a bound that no weight reaches."""
+    """Return DPPO's rule with the paper's ratios r, and with a bound that changes no weight."""
     keep = (round(1.0 - prompts, 9), round(1.0 - completions, 9))
     bound = math.ceil(round(10.0 / (keep[0] * keep[1]), 6)) / 10.0
     return pruning(rule, rule, keep=keep, max_weight=bound)

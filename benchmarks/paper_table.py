@@ -7,9 +7,9 @@ runs under GRPO, CPPO, GRESO, DPPO, and under the pruning of this project.
 
 The design, with all arms and seeds, was committed before the first run.
 
-- **Protocol**: the paper's. All arms train the same warmed-up policy on one pool of ``POOL``
-  prompts for eight epochs (SmolLM2: four), in steps of 32 prompts × 8 completions, at one constant
-  learning rate.
+- **Protocol**: of the paper's kind. All arms train the same warmed-up policy on one pool of
+  ``POOL`` prompts for eight epochs (SmolLM2: four), in steps of 32 prompts × 8 completions, at one
+  constant learning rate.
 - **Learning rate**: tuned for GRPO, by mean final accuracy on ``TUNING_SEEDS``. The first three
   rates are a factor of 1.5 apart. While the best is the lowest or the highest, another is tried.
   SmolLM2 has the rate of ``real_curves.py`` for this batch.
@@ -51,7 +51,7 @@ from typing import Any
 
 from arms import UNPRUNED, describe, pruning, threshold
 from harness import arguments, finish, mean_and_reach, paired_ratio
-from timed_runs import Costs, Run, Store, name_task, points, read_settings, train
+from timed_runs import Costs, Run, Store, digest, name_task, points, read_settings, train
 from word_problems import composed, prepared
 
 from megatron_dppo.data.generators import make_sums
@@ -238,7 +238,7 @@ class Measurement:
         settings = read_settings(task.config, tuple(words))
         if found := self.store.find(task.name, seed, settings):
             return found
-        folder = self.folder / f"{len(name)}-{abs(hash((name, lr)))}-{seed}"
+        folder = self.folder / f"{digest(settings)[:12]}-{seed}"
         stop = self.has_ended if arm.by_epochs else None
         rows = train(task.config, [*words, f"run.seed={seed}"], folder, stop)
         reached = list(points(rows))

@@ -74,8 +74,10 @@ class Run:
     def line(self) -> str:
         points = []
         for p in self.points:
-            points.append([p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)])
-            points[-1] += [round(p.considered)] * bool(p.considered)
+            values = [p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)]
+            if p.considered:
+                values.append(round(p.considered))
+            points.append(values)
         return json.dumps(asdict(self) | {"points": points})
 
 
