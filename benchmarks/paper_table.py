@@ -3,7 +3,7 @@ runs under GRPO, CPPO, GRESO, DPPO, and under the pruning of this project.
 
     python benchmarks/paper_table.py [--task word_problems] [--seeds 8] [--jobs 2] [--json]
     python benchmarks/paper_table.py --task smollm2 --seeds 3 [--json]
-    python benchmarks/paper_table.py --losses --seeds 3 [--jobs 2] [--json]
+    python benchmarks/paper_table.py --losses --seeds 3 [--jobs 2] [--picture PNG] [--json]
 
 The design, with all arms and seeds, was committed before the first run.
 
@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from arms import UNPRUNED, describe, pruning, threshold
 from harness import arguments, finish, mean_and_reach, paired_ratio
 from timed_runs import Costs, Run, Store, digest, name_task, points, read_settings, train
@@ -119,6 +120,7 @@ ARMS: Mapping[str, Arm] = {
 }
 LOSSES = ("grpo", "dapo", "gspo")
 RATIOS = (0.0, 0.3, 0.5, 0.7, 0.9)
+COLOURS = ("tab:blue", "tab:orange", "tab:green")
 ON_SMOLLM2 = (
     GRPO,
     "CPPO: top_k 0.5, divided by the kept, 64 prompts",
@@ -332,12 +334,38 @@ def list_losses() -> dict[str, Arm]:
     return arms
 
 
+def draw(found: Mapping[str, dict[str, Any]], out: Path) -> None:
+    """Draw variance and accuracy of ``--losses`` by ratio, with the range of the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), dpi=160, facecolor="white", layout="constrained")
+    panels = figure.subplots(1, 2)
+    for number, (loss, colour) in enumerate(zip(LOSSES, COLOURS, strict=True)):
+        own = list(found.values())[len(RATIOS) * number : len(RATIOS) * (number + 1)]
+        style = {"color": colour, "marker": "o", "label": loss.upper()}
+        panels[0].plot(RATIOS, [arm["prune/variance_inflation"] for arm in own], **style)
+        by_seed = 100.0 * np.array([arm["held_out"]["by_seed"] for arm in own])
+        panels[1].plot(RATIOS, by_seed.mean(axis=1), **style)
+        panels[1].fill_between(RATIOS, by_seed.min(axis=1), by_seed.max(axis=1), alpha=0.12)
+    panels[0].set_yscale("log", base=2)
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].set_title("variance of the gradient, relative to no pruning", loc="left")
+    panels[1].set_title("final accuracy [%], and the seeds' range", loc="left")
+    panels[0].legend(frameon=False)
+    for panel in panels:
+        panel.set_xlabel("ratio r of prompts and of completions")
+        panel.set_xticks(RATIOS)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out)
+
+
 def main() -> None:
     parser = arguments(
         __doc__,
         seeds=8,
         jobs=(1, "runs at a time"),
         losses=(False, "variance by ratio for GRPO, DAPO and GSPO"),
+        picture=(Path, "where to draw the figures of --losses"),
         store=(Path, "all runs; by default a file of the task in benchmarks/results"),
     )
     parser.add_argument("--task", choices=list(TASKS), default="sums")
@@ -365,6 +393,8 @@ def main() -> None:
         "cost_error": costs.error,
         "arms": compare(runs, arms, costs, next(iter(arms))),
     }
+    if options.picture:
+        draw(found["arms"], options.picture)
     finish(found, options)
 
 
