@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -75,7 +75,7 @@ CASES = {
     "grpo, auto": Case(),
     "grpo, auto where training is half": Case({"pruning_training_fraction": 0.5}),
     "grpo, auto, per token": Case({"calculate_per_token_loss": True}),
-    "grpo, weights up to 3": Case({**HALF, "pruning_max_weight": 3}),
+    "grpo, weights up to 1.5": Case({**HALF, "pruning_max_weight": 1.5}),
     "grpo, context parallel": Case(HALF, context=2),
     "grpo, 4 ranks, context parallel": Case(HALF, world=4, context=2),
     "grpo, per token": Case(TOKEN),
@@ -228,7 +228,7 @@ def make_reducer_of_kept(total: Any, lengths: Any, masks: list[torch.Tensor], *_
 class Replaced(mock.MagicMock):
     """Module that slime imports and no loss reads."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __spec__ = None
 
     def __iter__(self) -> Iterator[Any]:
