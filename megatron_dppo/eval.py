@@ -46,7 +46,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shutdown
 from megatron_dppo.process.streams import report_progress
-from megatron_dppo.rl.score import Score, collect_tracebacks
+from megatron_dppo.rl.score import Score, collect_tracebacks, describe_correctness
 from megatron_dppo.rollout.scoring import check_failures
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -148,6 +148,8 @@ def _generate_answers(
                 ]
             right = sum(score.correct for score in scores)
             advance(len(batch), f"{right / len(scores):.1%} right" if scores else "")
+    for note in describe_correctness(scores):
+        console.print_note(note)
 
 
 def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[AnswerRow]:

@@ -42,7 +42,7 @@ from megatron_dppo.rewards.math.completion import (
     strip_thinking,
 )
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.score import Score, collect_tracebacks
+from megatron_dppo.rl.score import Score, collect_tracebacks, describe_correctness
 from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt
 from megatron_dppo.rollout.collect import Collector
@@ -355,7 +355,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
     found = evaluator.generate_answers(problems, keep=config.eval.show, total=total)
     check_failures(config.reward, found.failed, total)
     answers = [answer for group in found.answers for answer in group]
-    rewards = [answer.score.reward for answer in answers if answer.score]
+    scores = [answer.score for answer in answers if answer.score]
+    rewards = [score.reward for score in scores]
     metrics = {
         "eval/unscored": float(len(answers) - len(rewards)),
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
@@ -398,7 +399,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
         for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
     counts = {name: len(places) for name, places in indices.items()}
-    return EvalScores(metrics, tuple(shown), collect_tracebacks(found.failed), counts)
+    notes = (*collect_tracebacks(found.failed), *describe_correctness(scores))
+    return EvalScores(metrics, tuple(shown), notes, counts)
 
 
 def _compute_metrics(
