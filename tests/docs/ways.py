@@ -173,7 +173,10 @@ WAYS = (
     # and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
-    Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
+    Way(
+        r"pip install (-e )?(\.|\"\.\[cpu(,dev)?\]\")",
+        append="--no-deps --no-build-isolation --dry-run",
+    ),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
     Way(
         r"megatron-dppo train configs/qwen3_(4b_math|32b_dppo)\.yaml --check",

@@ -23,6 +23,7 @@ from megatron_dppo.evaluation.scores import (
     list_powers,
     score,
 )
+from megatron_dppo.rl.score import Score, describe_correctness
 
 Rows = list[dict[str, Any]]
 
@@ -111,6 +112,13 @@ def test_a_comparison_is_paired_by_problem() -> None:
         answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), baseline_name="before"
     )
     assert lost.endswith("no difference shown")
+
+
+def test_a_note_says_what_correct_means_for_partial_rewards() -> None:
+    partial, right = Score(0.4, False), Score(1.0, True)
+    assert "correct means a score of 1" in describe_correctness([partial, right])[0]
+    assert describe_correctness([Score(0.0, False), right]) == []
+    assert describe_correctness([Score(0.4, True), right]) == []  # its acc says so
 
 
 def test_only_shared_problems_with_equal_labels_are_compared() -> None:
