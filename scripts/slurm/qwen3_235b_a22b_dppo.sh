@@ -12,7 +12,7 @@
 #SBATCH --job-name=qwen3-235b-a22b-dppo
 #SBATCH --output=%x-%j.log --open-mode=append
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@600 --requeue
+#SBATCH --signal=B:USR1@2100 --requeue
 # The actors: one rank for each GPU.
 #SBATCH --nodes=8 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH hetjob
