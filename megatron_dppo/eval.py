@@ -39,14 +39,20 @@ from megatron_dppo.evaluation.evaluator import (
     resolve_temperature,
     start_verifiers,
 )
-from megatron_dppo.evaluation.scores import compare, format_table, group_by_benchmark, score
+from megatron_dppo.evaluation.scores import (
+    compare,
+    describe_correctness,
+    format_table,
+    group_by_benchmark,
+    score,
+)
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shutdown
 from megatron_dppo.process.streams import report_progress
-from megatron_dppo.rl.score import Score, collect_tracebacks, describe_correctness
+from megatron_dppo.rl.score import Score, collect_tracebacks
 from megatron_dppo.rollout.scoring import check_failures
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen

@@ -32,6 +32,7 @@ from megatron_dppo.evaluation.scores import (
     compute_mean,
     compute_pass_at_k,
     compute_problem_means,
+    describe_correctness,
     list_powers,
 )
 from megatron_dppo.parallel.world import World
@@ -42,7 +43,7 @@ from megatron_dppo.rewards.math.completion import (
     strip_thinking,
 )
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.score import Score, collect_tracebacks, describe_correctness
+from megatron_dppo.rl.score import Score, collect_tracebacks
 from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt
 from megatron_dppo.rollout.collect import Collector

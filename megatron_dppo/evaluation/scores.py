@@ -17,6 +17,8 @@ import numpy as np
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import AnswerRow, read_finished
 from megatron_dppo.rl.intervals import CONFIDENCE, Estimate, estimate
+from megatron_dppo.rl.numbers import is_right
+from megatron_dppo.rl.score import Score
 from megatron_dppo.rl.types import Floats
 
 # With fewer problems resampling is meaningless: with a single problem the interval is a point.
@@ -28,6 +30,17 @@ DIFFERENCES = (("correct", "avg@k ", 100, "{:+.1f}"), ("reward", "reward", 1, "{
 """Compared columns of ``answers.jsonl``: name, title, factor and form of the difference."""
 Cell = Mapping[str, float | None]
 """Estimate in JSON; null for NaN."""
+
+
+def describe_correctness(scores: Sequence[Score]) -> list[str]:
+    """Return a note if rewards are partial, and an answer is correct only with a reward of 1."""
+    is_partial = any(score.reward not in (0.0, 1.0) for score in scores)
+    if not is_partial or any(score.correct != is_right(score.reward) for score in scores):
+        return []
+    return [
+        "correct means a score of 1 or more, because the reward function returns no acc; partial "
+        "scores count in eval/reward alone"
+    ]
 
 
 def compute_pass_at_k(correct: Floats, k: int) -> Floats:

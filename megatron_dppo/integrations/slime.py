@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,7 @@ PER_TOKEN = (
 class SlimePruning(Pruning):
     """Settings of pruning, named ``pruning_…`` in the file of ``--custom-config-path``."""
 
-    budget: float | str = "auto"
+    budget: float | Literal["auto"] = "auto"
     """Fraction of the tokens trained on, or each step's fraction of least variance × time."""
     training_fraction: float = 0.2
     """Training's fraction of an unpruned step's time, log-probability passes included; for
@@ -199,7 +199,7 @@ def _draw_rollouts(
 
     size = np.sqrt(add(rows.advantages**2 * rows.squares))
     divisor = 1.0 if args.calculate_per_token_loss else np.maximum(add(rows.counted), 1.0)
-    groups = [samples[members[0]].group_index or 0 for members in rollouts]
+    groups = np.array([samples[members[0]].group_index or 0 for members in rollouts])
     # Neighbours are rarely kept together: this order spreads the draw over prompts.
     order = np.lexsort((add(rows.advantages * rows.counted), groups))
     cost = add(rows.tokens)

@@ -178,11 +178,13 @@ def check_completion_form(spec: str, example: ScoreItem) -> None:
         UserError: the function reads ``completion[0]["content"]``.
     """
     for _, name, _ in parse_spec(spec):
-        function = None if name in BUILTIN else load_function(SETTING, name)
-        if function is None or not reads_messages(function):
+        if name in BUILTIN or not reads_messages(load_function(SETTING, name)):
+            continue
+        scorer = resolve(name)
+        if isinstance(scorer, GroupScorer):
             continue
         try:
-            run_awaitable(resolve(name)(example))
+            run_awaitable(scorer(example))
         except (IndexError, TypeError) as error:
             if not str(error).startswith("string ind"):
                 continue

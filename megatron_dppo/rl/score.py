@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_dppo.rl.numbers import is_right
-
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -53,17 +51,6 @@ def count_failures(scores: Sequence[Score]) -> tuple[int, int]:
     timeouts = sum(score.failure == "timeout" for score in scores)
     errors = sum(score.failure == "error" for score in scores)
     return timeouts, errors
-
-
-def describe_correctness(scores: Sequence[Score]) -> list[str]:
-    """Return a note if rewards are partial, and an answer is correct only with a reward of 1."""
-    is_partial = any(score.reward not in (0.0, 1.0) for score in scores)
-    if not is_partial or any(score.correct != is_right(score.reward) for score in scores):
-        return []
-    return [
-        "correct means a score of 1 or more, because the reward function returns no acc; partial "
-        "scores count in eval/reward alone"
-    ]
 
 
 def collect_tracebacks(scores: Sequence[Score]) -> tuple[str, ...]:

@@ -222,7 +222,6 @@ def _check_columns(config: Config) -> None:
                     text.label,
                     text.extra,
                     raw_prompt=text.prompt,
-                    rendered=text.prompt,
                     place=text.row.place,
                 )
                 check_completion_form(config.reward.spec, completion)

@@ -17,13 +17,14 @@ from megatron_dppo.evaluation.scores import (
     bound_fraction,
     compare,
     compute_pass_at_k,
+    describe_correctness,
     estimate_means,
     format_table,
     group_by_benchmark,
     list_powers,
     score,
 )
-from megatron_dppo.rl.score import Score, describe_correctness
+from megatron_dppo.rl.score import Score
 
 Rows = list[dict[str, Any]]
 
