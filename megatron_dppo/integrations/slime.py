@@ -5,7 +5,7 @@
 
 - The trainer converts samples to training data, and calls the hook before it reads the samples.
 - A dropped sample becomes a stub of two tokens without loss. The stub keeps its rollout id, so that
-  the loss's divisor, the steps and the schedule remain those of the whole batch.
+  the loss's divisor, the steps and the schedule do not change.
 - A kept sample's reward, which is its advantage there, is multiplied by 1/π.
 """
 
@@ -28,7 +28,7 @@ from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from megatron_dppo.rl.types import Bools, Floats
 
 PROPORTIONAL = ("grpo", "gspo", "cispo")
-"""Advantage estimators with a sample's loss proportional to its reward, independent of others."""
+"""Advantage estimators whose loss of a sample is proportional to the sample's reward."""
 ICEPOP = (
     "slime.backends.megatron_utils.loss.icepop_function",
     "miles.backends.training_utils.loss_hub.corrections.icepop_function",
@@ -101,8 +101,8 @@ def prune_rewards(args: Any, samples: list[Any]) -> tuple[list[Any], list[float]
     size = args.global_batch_size
     weights = np.zeros(len(samples))
     inflations = [1.0]
-    # Each step has a draw of its own: the parameters depend on the last step's draw. The trainer
-    # drops rollouts that fill no step.
+    # Draw for each step separately, because the parameters depend on the last step's draw. The
+    # trainer drops rollouts that fill no step.
     for start in range(0, len(rollouts) - size + 1, size):
         step = rollouts[start : start + size]
         drawn, inflation = _draw_rollouts(args, pruning, samples, rows, step)
@@ -111,7 +111,9 @@ def prune_rewards(args: Any, samples: list[Any]) -> tuple[list[Any], list[float]
         inflations.append(inflation)
     kept = weights > 0.0
     for place in np.flatnonzero(~kept):
-        samples[place] = _make_stub(samples[place])
+        # A sample without a response has no tokens to cut.
+        if samples[place].response_length > 0:
+            samples[place] = _make_stub(samples[place])
     logging.getLogger(__name__).info(
         "pruning: %.0f%% of the completions and %.0f%% of the tokens are trained on, "
         "variance inflation %.2f, largest weight %.2f",
@@ -238,7 +240,7 @@ def _draw_rollouts(
 
 
 def _make_stub(sample: Any) -> Any:
-    """Return a copy of two tokens, of which the second is a response without loss."""
+    """Return a copy with two tokens; the second token is a response without loss."""
     stub = copy.copy(sample)
     stub.tokens = [sample.tokens[0], sample.tokens[-1]]
     stub.response_length = 1

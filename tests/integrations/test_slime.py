@@ -231,6 +231,16 @@ def test_dropped_samples_are_stubs_that_keep_their_rollout(monkeypatch, caplog):
     assert "variance inflation 1.00" in caplog.text
 
 
+def test_samples_without_a_response_are_left_as_they_are(monkeypatch):
+    """As those of an aborted generation."""
+    sample = install_stand_in(monkeypatch, "slime")
+    batch = make_batch("slime", sample, REWARDS)
+    empty = batch[5]
+    empty.response_length, empty.loss_mask, empty.rollout_log_probs = 0, [], []
+    plugin.prune_rewards(make_arguments(), batch)
+    assert batch[5] is empty
+
+
 def test_rollouts_that_fill_no_step_are_dropped(monkeypatch):
     sample = install_stand_in(monkeypatch, "slime")
     batch = make_batch("slime", sample, [1.0, 0.0, 0.0, 0.0] * 3)
