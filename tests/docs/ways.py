@@ -128,6 +128,7 @@ NOWHERE = (
     r"python -m sglang\.launch_server .*",
     r"bash scripts/figures\.sh .*",
     r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*",
+    r"SLIME=\S+ MILES=\S+ python -m pytest tests/integrations/test_slime\.py",
     r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*|(headers|export "
     r"CPATH)=.*",
     r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*",
@@ -298,6 +299,11 @@ WAYS = (
     # On a real Slurm, or where somebody else starts the ranks.
     Way(r"torchrun .* -m megatron_dppo\.launch\.health", replace={"node 8": "node 2"}),
     Way(r"sbatch --test-only \S+", "slurm"),
+    Way(
+        r"sbatch --account=mine --partition=h100 : .*",
+        "slurm",
+        replace=TEST_ONLY | {"--partition=h100": "--partition=named"},
+    ),
     Way(r"((?!sbatch)\S+=\S+ )*sbatch (?!--test-only).*", "slurm", replace=TEST_ONLY),
     Way(
         r"srun --ntasks-per-node 8 .* layout\.tp=8 layout\.pp=2",

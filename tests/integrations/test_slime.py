@@ -231,6 +231,21 @@ def test_dropped_samples_are_stubs_that_keep_their_rollout(monkeypatch, caplog):
     assert "variance inflation 1.00" in caplog.text
 
 
+def test_rounding_is_no_advantage(monkeypatch):
+    """The mean of seven 0.1 is not 0.1, so that their advantages are not 0."""
+    sample = install_stand_in(monkeypatch, "slime")
+    batch = make_batch("slime", sample, [1.0] + [0.0] * 6 + [0.1] * 7, samples=7)
+    _, centred = make_rewards(batch)
+    assert all(centred[7:])
+    _, rewards = plugin.prune_rewards(make_arguments(global_batch_size=14), batch)
+    assert rewards[7:] == [0.0] * 7
+    large = make_batch("slime", sample, [5.0] * 8)
+    path = f"{__name__}.own_rewards"
+    args = make_arguments(pruning_reward_post_process_path=path, pruning_budget=1.0)
+    _, rewards = plugin.prune_rewards(args, large)
+    assert rewards[4:] == [5.0] * 4, "equal rewards with real advantages are trained on"
+
+
 def test_samples_without_a_response_are_left_as_they_are(monkeypatch):
     """As those of an aborted generation."""
     sample = install_stand_in(monkeypatch, "slime")
