@@ -148,7 +148,7 @@ def _find_flat_groups(samples: list[Any], raw: list[Any], rewards: list[float]) 
     values: dict[Any, list[Any]] = {}
     for sample, value in zip(samples, raw, strict=True):
         values.setdefault(sample.group_index, []).append(value)
-    is_equal = {group: all(value == own[0] for value in own) for group, own in values.items()}
+    is_equal = {group: own.count(own[0]) == len(own) for group, own in values.items()}
     equal = np.array([is_equal[sample.group_index] for sample in samples])
     return equal & (np.abs(rewards) <= MOST_ROUNDING)
 
