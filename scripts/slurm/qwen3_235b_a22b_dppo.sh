@@ -2,6 +2,8 @@
 # Qwen3-235B-A22B by DPPO: actors on eight nodes, SGLang servers on twenty-four more, eight GPUs each.
 # From the root of the checkout:
 #
+#   export SERVER_PYTHON=/shared/sglang/bin/python  # docs/cluster.md
+#   megatron-dppo train configs/qwen3_235b_a22b_dppo.yaml --check
 #   sbatch --test-only scripts/slurm/qwen3_235b_a22b_dppo.sh
 #   sbatch scripts/slurm/qwen3_235b_a22b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --nodes=8 : --nodes=12 scripts/slurm/qwen3_235b_a22b_dppo.sh

@@ -179,9 +179,15 @@ WAYS = (
         append="--no-deps --no-build-isolation --dry-run",
     ),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
+    # Of Slurm's servers, and of policies with experts.
     Way(
-        r"megatron-dppo train configs/qwen3_(4b_math|32b_dppo)\.yaml --check",
+        r"megatron-dppo train configs/qwen3_(14b_math|\S+_dppo)\.yaml --check",
         replace={" --check": " rollout.servers=[]"},
+        append=f"{CHECKED} layout.ep=1 layout.vpp=1",
+    ),
+    Way(
+        r"megatron-dppo train configs/qwen3_\S+\.yaml --check",
+        replace={" --check": ""},
         append=CHECKED,
     ),
     # Policies, and what trains them.
