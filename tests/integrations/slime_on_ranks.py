@@ -367,6 +367,8 @@ class Step:
     """[steps, V, V]"""
     tokens: float
     """Tokens that the policy read on all ranks."""
+    increments: list[int]
+    """Rollouts by which each step moved the schedule of the learning rate."""
 
 
 class Trainer:
@@ -404,7 +406,10 @@ class Trainer:
         optimizer = SimpleNamespace(
             scale_loss=None, zero_grad=lambda: None, step=record, param_groups=[]
         )
-        scheduler = SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0)
+        increments: list[int] = []
+        scheduler = SimpleNamespace(
+            step=lambda increment: increments.append(increment), get_lr=lambda group: 0.0
+        )
         rollout = self._convert(hook)
         iterator = self.slime.data.get_data_iterator(rollout)
         self.slime.loss.compute_advantages_and_returns(self.args, rollout)
@@ -422,7 +427,7 @@ class Trainer:
         )
         tokens = torch.tensor(float(self.policy.tokens))
         dist.all_reduce(tokens)
-        return Step(torch.stack(gradients), tokens.item())
+        return Step(torch.stack(gradients), tokens.item(), increments)
 
     def _convert(self, hook: Any) -> Any:
         manager = object.__new__(self.slime.manager)
@@ -488,6 +493,7 @@ def compare_gradients(trainer: Trainer) -> dict[str, float]:
             pruned = trainer.step(prune_rewards)
         mean += length * pruned.gradients
         tokens += length * pruned.tokens
+        assert pruned.increments == whole.increments, "the schedule does not change"
     error = (mean - whole.gradients).norm() / whole.gradients.norm()
     every = np.concatenate(probabilities)
     return {
