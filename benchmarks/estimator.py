@@ -9,7 +9,7 @@ For every rule and budget of expected kept tokens (rates are found by bisection)
 N independent prompts, over ‖∇J‖². The variance is estimated from the window's own N prompts as
 N/(N − 1) Σ_q ‖y_q − ȳ‖², with y_q the part of ∇J due to prompt q.
 
-    python benchmarks/estimator.py [--prompts 48] [--samples 8] [--json]
+    python benchmarks/estimator.py [--prompts 48] [--samples 8] [--rule FILE.py:NAME] [--json]
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from training_stages import TASKS, Stage, first_prompts, training_stages
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.plugins import load_function, wrap_function
 from megatron_dppo.rl.advantages import compute_group_advantages, estimate_advantages, read_columns
 from megatron_dppo.rl.objectives import OBJECTIVES
+from megatron_dppo.rl.pruning.completion_rules import register
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
 from megatron_dppo.rl.types import Floats, StepMetadata
@@ -198,8 +200,8 @@ def _rules(rule: str, *, max_weight: float = 5.0, **more: object) -> PruningConf
     )
 
 
-def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
-    """Yield a row for every estimator at every budget."""
+def rows_of(stage: Stage, objective: str, draws: int, own: str = "") -> Iterator[Row]:
+    """Yield a row for every estimator at every budget; ``own``: a registered rule."""
     window = Window(stage, objective)
     norms = stage.unit_norms
     told = {
@@ -216,6 +218,8 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
     ruled += [("threshold", _rules("threshold", max_weight=most), None) for most in weights]
     ruled += [(name, _rules(name), None) for name in ("threshold_deterministic", "top_k")]
     ruled += [("top_k, kept", _rules("top_k", normaliser="kept"), None)]
+    if own:
+        ruled += [(own, _rules("neyman", max_weight=most, function=own), None) for most in weights]
     for budget in BUDGETS:
         found: list[tuple[str, float, Draw | None]] = [
             ("uniform", math.inf, window.uniform(budget, all_of_them=True)),
@@ -304,17 +308,20 @@ def main() -> None:
         samples=(8, "completions per prompt"),
         steps=(150, "most steps of training until the late stage is measured"),
         draws=(400, "of each estimator"),
+        rule=("", "rule of your own, FILE.py:NAME, beside the others"),
     )
     parser.add_argument("settings", nargs="*", help="more settings of the training")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.rule:
+        register(options.rule, wrap_function(load_function("--rule", options.rule)))
     rows: list[Row] = []
     stages = []
     with tempfile.TemporaryDirectory() as folder:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
         for stage in training_stages(TASKS["sums"], *sizes, options.settings, first_prompts):
             for objective in HELD:
-                rows += rows_of(stage, objective, options.draws)
+                rows += rows_of(stage, objective, options.draws, options.rule)
             rewards = stage.metadata.rewards
             stages.append(
                 {

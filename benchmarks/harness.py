@@ -22,10 +22,13 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+# Megatron-Core warns of absent optional packages when a script imports the trainer.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 WARM_UP = 2
 TIMED = 5
 T = TypeVar("T")

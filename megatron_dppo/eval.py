@@ -39,7 +39,13 @@ from megatron_dppo.evaluation.evaluator import (
     resolve_temperature,
     start_verifiers,
 )
-from megatron_dppo.evaluation.scores import compare, format_table, group_by_benchmark, score
+from megatron_dppo.evaluation.scores import (
+    compare,
+    describe_correctness,
+    format_table,
+    group_by_benchmark,
+    score,
+)
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
@@ -148,6 +154,8 @@ def _generate_answers(
                 ]
             right = sum(score.correct for score in scores)
             advance(len(batch), f"{right / len(scores):.1%} right" if scores else "")
+    for note in describe_correctness(scores):
+        console.print_note(note)
 
 
 def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[AnswerRow]:

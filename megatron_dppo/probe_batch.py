@@ -31,8 +31,9 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.intervals import Estimate, compute_student_t
 from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.plan import select_groups
+from megatron_dppo.rl.pruning.completion_rules import find_completion_rule
 from megatron_dppo.rl.pruning.draw import estimate_gradient_noise, prune_minibatch
-from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.pruning.prompt_rules import find_prompt_rule, select
 from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from megatron_dppo.rollout.engine import RolloutEngine
@@ -40,6 +41,7 @@ from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import make_planner
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
+from megatron_dppo.trainer.functions import register_functions
 from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 
@@ -69,6 +71,7 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
         to_close.enter_context(closing(Watchdog.from_config(config, world, timers)))
         workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
         world.run_on_all_ranks(workers.wait_ready)
+        world.run_on_all_ranks(lambda: register_functions(config))
         parts = assemble_policy(
             configure_pruning(config, UNPRUNED), world, temperature=config.rollout.temperature
         )
@@ -112,6 +115,28 @@ def get_configured_pair(config: Config) -> Pair | None:
         return None
     kept_prompts = 1.0 if prompts.rule == "none" else prompts.keep
     return kept_prompts, 1.0 if completions.rule == "none" else completions.share
+
+
+def make_own_config(config: Config) -> Config | None:
+    """Return the configured rules at constant fractions; None for ``neyman``, which the pairs have,
+    and for biased rules, whose variance is unknown."""
+    pruning = config.pruning
+    rules = (
+        find_prompt_rule(pruning.prompts.named),
+        find_completion_rule(pruning.completions.named),
+    )
+    if get_configured_pair(config) or any(rule.biased for rule in rules):
+        return None
+    constant = ScheduleConfig()
+    share = pruning.completions.share
+    own = replace(
+        pruning,
+        prompts=replace(pruning.prompts, schedule=constant),
+        completions=replace(pruning.completions, keep=share, schedule=constant),
+        target_noise=None,
+        resample="none",
+    )
+    return replace(config, pruning=own)
 
 
 def compute_jackknife(statistic: Callable[[list[int]], float], count: int) -> tuple[float, float]:
@@ -238,6 +263,8 @@ class Report:
     """Fraction of groups with non-zero variance."""
     gains: dict[Pair, Estimate]
     configured: Pair | None
+    own: Estimate | None = None
+    """Gain of configured rules other than ``neyman``; None if there are none, or biased."""
 
     @property
     def seconds(self) -> float:
@@ -291,7 +318,9 @@ class Report:
             if math.isfinite(noise.high)
             else f"{noise.low:.3g} or more"
         )
-        legend = "+ configured" if self.configured else "the configured rules are not neyman"
+        legend = "+ configured" if self.configured else "the configured rules are biased"
+        if self.own:
+            legend = f"the configured rules are worth {self.own}"
         lines = [
             f"seconds of an unpruned step     {self.seconds:.2f}",
             f"  fixed                         {costs.rollout + costs.rest:.2f}",
@@ -302,7 +331,7 @@ class Report:
             f"batch, prompts                  {self.batch}",
             f"noise scale, prompts            {noise.value:.3g}, 95% interval {interval}",
             "",
-            "gain over a smaller batch, in variance x seconds; rows: share of prompts, columns: of "
+            "worth of a smaller batch, in variance x seconds; rows: share of prompts, columns: of "
             "completions' tokens",
             " " * 7 + "".join(f"{c:>8}  " for c in completions).rstrip(),
             *map(str.rstrip, rows),
@@ -382,6 +411,8 @@ class _BatchProbe:
             pair: configure_pruning(config, pair) for pair in itertools.product(rows, columns)
         }
         self._windows: dict[Pair, list[Floats]] = {pair: [] for pair in self._configs}
+        self._own = make_own_config(config)
+        self._own_windows: list[Floats] = []
         self._rng = np.random.default_rng(config.run.seed)
         self._squares = Samples()
         self._generated = Samples()
@@ -455,10 +486,13 @@ class _BatchProbe:
         # The predictor must not have seen the window, as in a run.
         if step >= LEARNING_STEPS:
             for pair, config in self._configs.items():
-                self._windows[pair].append(
-                    np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0)
-                )
+                self._windows[pair].append(self._average_draws(metadata, config))
+            if self._own:
+                self._own_windows.append(self._average_draws(metadata, self._own))
         self._sampler.update_history(metadata)
+
+    def _average_draws(self, metadata: StepMetadata, config: Config) -> Floats:
+        return np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0)
 
     def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
         """Return a draw's row for ``estimate_gain``."""
@@ -516,4 +550,5 @@ class _BatchProbe:
                 for pair, windows in self._windows.items()
             },
             configured=self._configured,
+            own=estimate_gain(self._own_windows, unpruned, costs) if self._own else None,
         )

@@ -24,6 +24,7 @@ from megatron_dppo.probe_batch import (
     estimate_gain,
     estimate_noise_scale,
     get_configured_pair,
+    make_own_config,
     probe_batch,
 )
 from megatron_dppo.settings import load_config
@@ -140,6 +141,43 @@ def test_a_probe_reports_finite_gains_and_changes_nothing(folder: Path, ranks: R
     assert found["batch"] == 8 and found["seconds"] > 0.0 and 0.0 < found["rollout_share"] < 1.0
     assert gains[tuple(found["best"])] == max(gains.values())
     assert found["configured"] == [0.85, "auto"]
+
+
+RULES = """
+import numpy as np
+
+def uniform(candidates, keep):
+    return np.full_like(candidates.advantage, keep)
+
+def centred(rewards, columns):
+    return rewards - rewards.mean(axis=1, keepdims=True)
+"""
+
+
+def test_rules_of_ones_own_have_a_row(folder: Path, ranks: RankPool) -> None:
+    """Also with an advantage estimator of one's own."""
+    (folder / "my_rules.py").write_text(RULES)
+    settings = (
+        f"pruning.completions.function={folder}/my_rules.py:uniform",
+        "pruning.completions.keep=0.5",
+        f"loss.advantage={folder}/my_rules.py:centred",
+    )
+    config = small_run(folder, folder / "run", *settings)
+    (found,) = ranks.run(1, run_probe, config, True)
+    printed = json.loads(found["printed"])
+    assert printed["configured"] is None and printed["own"]["low"] <= printed["own"]["value"]
+    # Half of the completions, drawn whatever their gradients, double the variance.
+    neyman = {(each["prompts"], each["completions"]): each for each in printed["gains"]}
+    assert 0.0 < printed["own"]["value"] < neyman[0.85, 0.5]["value"]
+    (text,) = ranks.run(1, run_probe, config, False)
+    assert "the configured rules are worth" in text["printed"]
+
+
+def test_biased_and_neyman_rules_have_no_row_of_their_own() -> None:
+    assert make_own_config(load_config("configs/quickstart.yaml", ())) is None
+    assert make_own_config(load_config(None, ["pruning.completions.rule=top_k"])) is None
+    own = make_own_config(load_config(None, ["pruning.completions.rule=threshold"]))
+    assert own is not None and own.pruning.completions.keep == 0.5
 
 
 def test_equal_rewards_are_refused(folder: Path, ranks: RankPool) -> None:

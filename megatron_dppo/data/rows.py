@@ -66,7 +66,7 @@ class Row:
                 for c in columns
                 if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"
             ]
-            likely = likely or next(iter(get_close_matches(key, others, 1, 0.0)), None)
+            likely = likely or next(iter(get_close_matches(key, others, 1)), None)
             remedy = f"Set {setting} to the right column"
             if likely:
                 remedy += f", perhaps {likely!r}"

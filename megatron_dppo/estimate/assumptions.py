@@ -118,6 +118,8 @@ class Assumptions:
     reports 14 to 18 s for a 32B model."""
     sync_copy_gb_s: float = 2.0
     """GB/s of weights sent by disk. A guess."""
+    checkpoint_gb_s: float = 2.0
+    """GB/s of a checkpoint written to shared storage. A guess."""
     overhead_s: float = 5.0
     """Seconds of a step for scoring, planning and moving tokens. A guess."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -61,6 +62,16 @@ class Plan:
     def speed_up(self) -> float:
         """Seconds of a step without pruning / with pruning."""
         return self.unpruned.seconds / self.pruned.seconds
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        return self.disk.checkpoint / (self.assumptions.checkpoint_gb_s * 1e9)
+
+    @property
+    def stop_seconds(self) -> int:
+        """Seconds that a step without pruning and a checkpoint take, in whole minutes: the number
+        in ``--signal`` of a Slurm job."""
+        return 60 * math.ceil((self.unpruned.seconds + self.checkpoint_seconds) / 60.0)
 
 
 def make_plan(config: Config, assume: Assumptions) -> Plan:
@@ -136,6 +147,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
     ):
         part |= {"total": memory.total, "fits": memory.fits}
     found["disk"] |= {"total": plan.disk.total}
-    found["speed_up"] = plan.speed_up
-    times = ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "variance", "efficiency")
+    found |= {"speed_up": plan.speed_up, "stop_seconds": plan.stop_seconds}
+    times = (
+        "stop_seconds",
+        "pruned",
+        "unpruned",
+        "cost",
+        "cost_unpruned",
+        "speed_up",
+        "variance",
+        "efficiency",
+    )
     return found if plan.fits else found | dict.fromkeys(times)

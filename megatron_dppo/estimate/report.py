@@ -215,6 +215,13 @@ def _format_times(made: Plan) -> Iterator[str]:
     ]
     for label, left, right in rows:
         yield f"{label:<32}{left:>12}{right:>12}"
+    now = made.config.cluster.stop_before_limit_s
+    verdict = "is too short" if now < made.stop_seconds else "is enough"
+    yield (
+        f"Before the time limit, an unpruned step and a checkpoint of "
+        f"{made.checkpoint_seconds:.0f} s need --signal=B:USR1@{made.stop_seconds}; "
+        f"cluster.stop_before_limit_s = {now:.0f} {verdict}."
+    )
 
 
 def _format_efficiency(made: Plan) -> Iterator[str]:

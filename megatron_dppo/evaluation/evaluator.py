@@ -32,6 +32,7 @@ from megatron_dppo.evaluation.scores import (
     compute_mean,
     compute_pass_at_k,
     compute_problem_means,
+    describe_correctness,
     list_powers,
 )
 from megatron_dppo.parallel.world import World
@@ -355,7 +356,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
     found = evaluator.generate_answers(problems, keep=config.eval.show, total=total)
     check_failures(config.reward, found.failed, total)
     answers = [answer for group in found.answers for answer in group]
-    rewards = [answer.score.reward for answer in answers if answer.score]
+    scores = [answer.score for answer in answers if answer.score]
+    rewards = [score.reward for score in scores]
     metrics = {
         "eval/unscored": float(len(answers) - len(rewards)),
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
@@ -398,7 +400,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
         for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
     counts = {name: len(places) for name, places in indices.items()}
-    return EvalScores(metrics, tuple(shown), collect_tracebacks(found.failed), counts)
+    notes = (*collect_tracebacks(found.failed), *describe_correctness(scores))
+    return EvalScores(metrics, tuple(shown), notes, counts)
 
 
 def _compute_metrics(

@@ -17,6 +17,8 @@ import numpy as np
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import AnswerRow, read_finished
 from megatron_dppo.rl.intervals import CONFIDENCE, Estimate, estimate
+from megatron_dppo.rl.numbers import is_right
+from megatron_dppo.rl.score import Score
 from megatron_dppo.rl.types import Floats
 
 # With fewer problems resampling is meaningless: with a single problem the interval is a point.
@@ -24,8 +26,21 @@ FEWEST = 10
 RESAMPLES = 4000
 # A fixed random seed: the same answers give the same intervals.
 SEED = 20210707
+DIFFERENCES = (("correct", "avg@k ", 100, "{:+.1f}"), ("reward", "reward", 1, "{:+.3f}"))
+"""Compared columns of ``answers.jsonl``: name, title, factor and form of the difference."""
 Cell = Mapping[str, float | None]
 """Estimate in JSON; null for NaN."""
+
+
+def describe_correctness(scores: Sequence[Score]) -> list[str]:
+    """Return a note if rewards are partial, and an answer is correct only with a reward of 1."""
+    is_partial = any(score.reward not in (0.0, 1.0) for score in scores)
+    if not is_partial or any(score.correct != is_right(score.reward) for score in scores):
+        return []
+    return [
+        "correct means a score of 1 or more, because the reward function returns no acc; partial "
+        "scores count in eval/reward alone"
+    ]
 
 
 def compute_pass_at_k(correct: Floats, k: int) -> Floats:
@@ -175,29 +190,36 @@ def compare(
     *,
     baseline_name: str,
 ) -> list[str]:
-    """List differences between two evaluations on shared problems, paired by problem.
+    """List differences of accuracy and reward on shared problems, paired by problem.
 
     Raises:
         UserError: if the evaluations share no problem, or a problem's labels differ.
     """
     mine = group_by_benchmark(rows)
     baseline = group_by_benchmark(baseline_rows)
-    lines = [f"against {baseline_name}, paired by problem: points of avg@k [95% interval]"]
+    lines = [f"against {baseline_name}, paired by problem: points of avg@k, reward [95% interval]"]
     width = max(map(len, mine))
     for name in mine:
         pairs = _match_problems(name, mine[name], baseline.get(name, []), baseline_name)
         if pairs:
             candidate, reference = zip(*pairs, strict=True)
-            found = estimate_difference(
-                compute_problem_means(_get_column(candidate, "correct")),
-                compute_problem_means(_get_column(reference, "correct")),
-            )
-            verdict = "differs" if found.low > 0.0 or found.high < 0.0 else "no difference shown"
-            verdict = verdict if len(pairs) >= FEWEST else "too few problems to say"
-            low, value, high = (f"{100 * x:+.1f}" for x in (found.low, found.value, found.high))
-            lines.append(
-                f"{name:<{width}}  {len(pairs):>5} problems  {value} [{low}, {high}]  {verdict}"
-            )
+            told = None
+            for key, title, unit, form in DIFFERENCES:
+                found = estimate_difference(
+                    compute_problem_means(_get_column(candidate, key)),
+                    compute_problem_means(_get_column(reference, key)),
+                )
+                # Rewards of 0 and 1 repeat the accuracy.
+                if found == told:
+                    continue
+                told = found
+                differs = found.low > 0.0 or found.high < 0.0
+                verdict = "differs" if differs else "no difference shown"
+                verdict = verdict if len(pairs) >= FEWEST else "too few problems to say"
+                bounds = found.value, found.low, found.high
+                value, low, high = (form.format(unit * bound) for bound in bounds)
+                place = f"{name:<{width}}  {len(pairs):>5} problems  {title}"
+                lines.append(f"{place}  {value} [{low}, {high}]  {verdict}")
     if len(lines) == 1:
         raise UserError(
             "eval.baseline",

@@ -12,14 +12,18 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, install_command
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.rollout.servers.launch import SERVER_PYTHON, count_reserved_gpus
+from megatron_dppo.process.streams import print_message
+from megatron_dppo.rollout.servers.launch import HOSTS, OVERRIDE, SERVER_PYTHON, count_reserved_gpus
+from megatron_dppo.rollout.servers.preflight import check_server_command
+from megatron_dppo.trainer.preflight import find_mistakes, run_checks
 
 PACKAGE = Path(__file__).parents[1]
 EXAMPLES = PACKAGE / "examples" if (PACKAGE / "examples").is_dir() else PACKAGE.parent
@@ -181,6 +185,8 @@ def launch(
     if on_slurm:
         resolve_layout(config.layout, config.cluster.nodes * count_ranks_per_node(config))
     if dry_run:
+        for note in _list_local_mistakes(config):
+            print_message(f"note: {note}")
         print(
             render_slurm_script(config, words) if on_slurm else render_local_script(words), end=""
         )
@@ -196,6 +202,37 @@ def launch(
         if detach and on_slurm:
             return 0
         return 0 if _wait_for_final_states(experiment) == {"SUCCEEDED"} else 1
+
+
+def _list_local_mistakes(config: Config) -> Iterator[str]:
+    """Describe what the run lacks on this machine: model, data, the servers' environment."""
+    environ = assume_server_nodes(config, os.environ)
+    servers = []
+    # Servers with nodes of their own are checked there, and in a container by the image.
+    if config.rollout.servers == "slurm" and not config.cluster.container:
+        servers = [partial(check_server_command, config, environ)]
+    try:
+        for mistake in (*run_checks(servers), *find_mistakes(config, "train", environ)):
+            yield f"on this machine, {mistake}"
+    except ModuleNotFoundError as error:
+        yield f"{error.name} is not installed here, so that not everything was checked"
+
+
+def assume_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment, with names for ``cluster.server_nodes`` if no Slurm job names
+    nodes."""
+    nodes = (
+        config.cluster.server_nodes
+        if config.rollout.served and config.rollout.servers == "slurm"
+        else 0
+    )
+    if not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
+        return environ
+    print_message(
+        f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its "
+        "own nodes for servers"
+    )
+    return {**environ, HOSTS: ",".join(f"node{number}" for number in range(nodes))}
 
 
 def _wait_for_final_states(experiment: Any) -> set[str]:

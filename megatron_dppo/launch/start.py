@@ -18,7 +18,7 @@ from megatron_dppo.bridge.checkpoint_folder import find_latest_step
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import MistakesError, UserError
-from megatron_dppo.launch.job import count_servers_per_node
+from megatron_dppo.launch.job import assume_server_nodes, count_servers_per_node
 from megatron_dppo.launch.processes import FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, NO_OPTIONS, Options, rank_main, set_environment
 from megatron_dppo.parallel.layout import format_layout, resolve_layout
@@ -27,7 +27,7 @@ from megatron_dppo.process.files import check_not_held, raise_file_limit
 from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import ignore_broken_streams, print_message
 from megatron_dppo.rl.pruning.draw import describe_bound
-from megatron_dppo.rollout.servers.launch import HOSTS, OVERRIDE, count_reserved_gpus
+from megatron_dppo.rollout.servers.launch import count_reserved_gpus
 from megatron_dppo.settings import as_yaml
 from megatron_dppo.trainer.preflight import (
     find_mistakes,
@@ -234,7 +234,7 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
     Raises:
         MistakesError: lists all mistakes that can be checked independently.
     """
-    environ = _with_server_nodes(config, os.environ)
+    environ = assume_server_nodes(config, os.environ)
     found = [*find_mistakes(config, command, environ)]
     if environ is not os.environ:
         found += run_checks([partial(count_servers_per_node, config)], earlier=found)
@@ -253,23 +253,6 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
         print_message(f"note: {note}")
     done = find_latest_step(Path(config.run.dir) / "checkpoints") or 0
     return f"{config.run.dir}: {done} of {config.run.steps} steps are done"
-
-
-def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment, with names for ``cluster.server_nodes`` if no Slurm job names
-    nodes."""
-    nodes = (
-        config.cluster.server_nodes
-        if config.rollout.served and config.rollout.servers == "slurm"
-        else 0
-    )
-    if not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
-        return environ
-    print_message(
-        f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its "
-        "own nodes for servers"
-    )
-    return {**environ, HOSTS: ",".join(f"node{number}" for number in range(nodes))}
 
 
 FIRST_PORT = 20000

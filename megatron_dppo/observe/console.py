@@ -24,6 +24,9 @@ FIRST = 3
 """First steps in the reference mean length."""
 RECENT = 3
 """Steps in the running mean length."""
+CUT_OFF = 0.9
+"""Fraction of truncated responses above which a step counts as cut off."""
+CUT_OFF_STEPS = 5
 TRUNCATED = 0.1
 """Rise of the truncated fraction that counts as growth."""
 _ON_FALL = (
@@ -154,6 +157,25 @@ class Console:
 
 def _get_width(title: str) -> int:
     return 7 if title == "lr" else max(len(title), 5)
+
+
+class CutOffGate:
+    """Note after ``CUT_OFF_STEPS`` successive steps with nearly all responses cut off."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def check(self, row: Mapping[str, float]) -> str | None:
+        """Return the note once the steps are reached. Rows without rollouts are skipped."""
+        ratio = row.get("rollout/truncated_ratio")
+        if ratio is not None:
+            self._steps = self._steps + 1 if ratio > CUT_OFF else 0
+        if self._steps < CUT_OFF_STEPS:
+            return None
+        return (
+            f"more than {CUT_OFF:.0%} of the answers were cut off in {CUT_OFF_STEPS} successive "
+            "steps: read some answers, and raise rollout.max_response_tokens"
+        )
 
 
 class LengthGate:

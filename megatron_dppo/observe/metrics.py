@@ -305,6 +305,7 @@ def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
 def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console) -> None:
     folder = Path(run_dir)
     places = [f"{title:<20} {folder / name}" for title, name in PLACES if (folder / name).exists()]
+    places.append(f"{'the rest':<20} megatron-dppo report {folder}")
     console.print_banner(
         [
             *_format_learning(summary),
@@ -335,85 +336,33 @@ def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines on the savings, compared with a run without pruning."""
+    """Yield a line on the savings, and a line on the noise, compared with a run without pruning."""
+    if summary["kept_prompt_fraction"] is None or summary["kept_token_fraction"] is None:
+        return
     # A run without pruning does not train on completions with zero advantage either. Tokens of
     # pruned prompts are assumed to be like the tokens of other prompts.
-    prompts = summary["kept_prompt_fraction"]
-    if prompts is not None and summary["kept_token_fraction"] is not None:
-        unseen, pruned, trained, zero_advantage = (
-            summary[name]
-            for name in (
-                "saved_tokens_prompts",
-                "saved_tokens_completions",
-                "trained_tokens",
-                "zero_advantage_tokens",
-            )
+    unseen = summary["saved_tokens_prompts"]
+    pruned = summary["saved_tokens_completions"]
+    trained = summary["trained_tokens"]
+    # Rolled-out tokens are trained on, pruned, or without gradient in any run.
+    rolled_out = trained + pruned + summary["zero_advantage_tokens"]
+    if unseen or pruned:
+        generation = unseen / (rolled_out + unseen)
+        kept = trained / (trained + pruned) if trained + pruned else 1.0
+        training = 1.0 - (1.0 - generation) * kept
+        discarded = summary["discarded_groups"]
+        rest = f"; {discarded:,} groups were rolled out and discarded" if discarded else ""
+        yield (
+            f"pruning saved about {100 * generation:.0f}% of the tokens to roll out and "
+            f"{100 * training:.0f}% of the tokens to train on{rest}"
         )
-        # Rolled-out tokens are trained on, pruned, or without gradient in any run.
-        rolled_out = trained + pruned + zero_advantage
-        seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
-        yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
-        for count, fate in (
-            (trained, "trained on"),
-            (
-                unseen,
-                f"not rolled out: about {unseen:,} tokens, which saved about "
-                f"{seconds['prompts']:.0f} s",
-            ),
-            (
-                pruned,
-                f"rolled out and pruned: {pruned:,} tokens, which saved about "
-                f"{seconds['completions']:.0f} s",
-            ),
-            (zero_advantage, "rolled out, with zero advantage: without effect on training"),
-        ):
-            if count:
-                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {fate}"
-        if unseen or pruned:
-            generation = unseen / (rolled_out + unseen)
-            training = (
-                1.0 - (1.0 - generation) * trained / (trained + pruned)
-                if trained + pruned
-                else generation
-            )
-            saved = (
-                f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% "
-                "of the tokens to train on"
-            )
-            yield f"pruning saved about {saved}"
-            if efficiency := summary.get("pruning_efficiency"):
-                step = "that of a step without pruning, for any batch size"
-                yield f"estimated variance × seconds of a step: {1.0 / efficiency:.2f} times {step}"
-        if summary["discarded_groups"]:
-            yield (
-                f"{summary['discarded_groups']:,} groups were rolled out and discarded, which "
-                "saved nothing"
-            )
-        yield from _format_noise(summary)
-    if summary["pack_fill"] is not None:
-        yield f"packs were {100 * summary['pack_fill']:.1f}% full"
-
-
-def _format_noise(summary: Mapping[str, Any]) -> Iterator[str]:
-    sample = summary["effective_sample_size"]
     inflation = summary["variance_inflation"]
-    if sample is None:
-        return
-    yield f"weights leave an effective sample size of {100 * sample:.0f}% of what was trained on"
-    if inflation is None:
+    if inflation is None and summary["effective_sample_size"] is not None:
         yield "no variance is estimated: what a biased rule drops, no weight makes up for"
-        return
-    prompts = 100 * summary["noise_share_prompts"]
-    completions = 100 * summary["noise_share_completions"]
-    sampling = 100 - prompts - completions
-    yield (
-        f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the "
-        "full batch's"
-    )
-    yield (
-        f"  its noise: {sampling:.0f}% sampling, {prompts:.0f}% pruned prompts, "
-        f"{completions:.0f}% pruned completions"
-    )
+    elif inflation is not None:
+        noise = f"{inflation:.2f} times the gradient's variance, estimated"
+        efficiency = summary.get("pruning_efficiency")
+        yield f"worth {efficiency:.2f} of a smaller batch ({noise})" if efficiency else noise
 
 
 def _format_faults(summary: Mapping[str, Any]) -> Iterator[str]:

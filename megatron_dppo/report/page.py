@@ -133,7 +133,10 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     return environment.from_string(text).render(
         runs=runs,
         headlines=[
-            (run, *try_or_explain(partial(_make_headline, run), lambda why: (why, "", [])))
+            (
+                run,
+                *try_or_explain(partial(_make_headline, run, outcome), lambda why: (why, "", [])),
+            )
             for run in runs
         ],
         outcome=outcome,
@@ -161,8 +164,10 @@ def _render_chart(chart: Chart) -> Markup:
     return try_or_explain(lambda: Markup(render_svg(chart)), reason_of)
 
 
-def _make_headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
-    return _describe_run(run), _describe_state(run), list(_list_figures(run))
+def _make_headline(
+    run: RunRecord, outcome: SpeedComparison | None
+) -> tuple[str, str, list[Figure]]:
+    return _describe_run(run), _describe_state(run), list(_list_figures(run, outcome))
 
 
 def _render_css() -> str:
@@ -220,7 +225,7 @@ def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
             yield f"{goal}, measured", format_number(ratio.value, "times") + ratio.brackets, about
 
 
-def _list_figures(run: RunRecord) -> Iterator[Figure]:
+def _list_figures(run: RunRecord, outcome: SpeedComparison | None) -> Iterator[Figure]:
     accuracy = run.get_series("eval/accuracy")[1]
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {format_number(accuracy[-1], 'share')}"
@@ -237,7 +242,7 @@ def _list_figures(run: RunRecord) -> Iterator[Figure]:
         evaluations = format_duration(found["phase_seconds"]["evaluation"])
         about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
         yield "time", format_duration(found["seconds"]), about
-        yield _describe_pruning(run)
+        yield _describe_pruning(run, outcome)
 
 
 def _format_certainty(run: RunRecord, accuracy: Floats) -> str:
@@ -250,7 +255,7 @@ def _format_certainty(run: RunRecord, accuracy: Floats) -> str:
     )
 
 
-def _describe_pruning(run: RunRecord) -> Figure:
+def _describe_pruning(run: RunRecord, outcome: SpeedComparison | None) -> Figure:
     prompts = run.compute_mean("prune/kept_prompt_fraction")
     tokens = run.compute_mean("prune/kept_token_fraction")
     if prompts is None or tokens is None:
@@ -262,6 +267,14 @@ def _describe_pruning(run: RunRecord) -> Figure:
     if not has_pruning(run):
         return "pruning", "off", kept
     costs = count_device_hours(run)
+    if outcome and costs.share > 0.0:
+        pace = outcome.pace
+        slower = [name for name in outcome.unpruned if pace[name] < pace[run.name]]
+        if slower:
+            kept += (
+                f"; measured, steps of {', '.join(slower)} without pruning were faster: other "
+                "processes on the machine, or settings other than pruning, outweigh the estimate"
+            )
     steps = f"{100 * costs.share:.0f}% at equal steps"
     if (saved := costs.share_at_equal_noise) is None:
         return "saved by pruning, estimated", steps, f"of the time; {kept}"

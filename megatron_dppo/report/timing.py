@@ -28,8 +28,9 @@ from megatron_dppo.report.charts import (
     make_stack_chart,
     with_title,
 )
-from megatron_dppo.report.learning import get_step_numbers
+from megatron_dppo.report.learning import compute_wilson_interval, get_step_numbers
 from megatron_dppo.report.parts import Bars, Charts, Note, Part, Section, Segment, Table
+from megatron_dppo.report.pruning import has_pruning
 from megatron_dppo.report.run import Record, RunRecord
 from megatron_dppo.rl.intervals import compute_student_t
 from megatron_dppo.rl.types import Floats
@@ -155,7 +156,7 @@ class SpeedComparison:
     pace: Mapping[str, float]
     """Mean seconds of a step."""
     target: float | None
-    """Best accuracy reached by every run; None if not compared."""
+    """Best accuracy reached by every run; None if not compared, or explained by chance."""
     reached: Mapping[str, float]
     """Training seconds until the first evaluation at the target."""
     arms: Sequence[Arm]
@@ -164,6 +165,10 @@ class SpeedComparison:
     """Settings tested differently; then no target."""
     changed: Sequence[str] = ()
     """Changes of settings during a run, in words."""
+    unpruned: Sequence[str] = ()
+    """Runs without pruning."""
+    by_chance: float | None = None
+    """Best accuracy reached by every run, if a run may have had it before training."""
 
     def describe(self) -> str:
         words = [f"Measured, a step: {self._format_ratios(self.pace)}."]
@@ -174,6 +179,12 @@ class SpeedComparison:
             )
             words += [f"{until}, which every run reached: {self._format_ratios(self.reached)}."]
             words += ["Evaluations lie some steps apart."]
+        if self.by_chance is not None:
+            best = format_number(self.by_chance, "share")
+            words += [
+                f"Every run reached {best}, which is within the 95% interval of an accuracy before "
+                "training: no time to an accuracy is given."
+            ]
         words += [CERTAINTY]
         if self.changed:
             changed = "; ".join(self.changed)
@@ -205,11 +216,24 @@ def make_comparison(runs: Sequence[RunRecord]) -> SpeedComparison | None:
     changed = [f"{run.name}, {words}" for run in timed for words in run.changed_settings]
     target = min(max(run.get_series("eval/accuracy")[1], default=0.0) for run in timed)
     differs = _find_test_differences(timed) if target else []
-    reached = {run.name: _sum_seconds_until(run, target) for run in timed}
+    arms = group_by_arm(timed)
+    unpruned = [run.name for run in timed if not has_pruning(run)]
     # A time of 0, of a run that began at the target, has no ratio.
-    if not target or differs or min(reached.values()) == 0.0:
-        return SpeedComparison(pace, None, {}, group_by_arm(timed), differs, changed)
-    return SpeedComparison(pace, target, reached, group_by_arm(timed), (), changed)
+    by_chance = not differs and any(target <= _bound_initial_accuracy(run) for run in timed)
+    if not target or differs or by_chance:
+        best = target if target and by_chance else None
+        return SpeedComparison(pace, None, {}, arms, differs, changed, unpruned, best)
+    reached = {run.name: _sum_seconds_until(run, target) for run in timed}
+    return SpeedComparison(pace, target, reached, arms, (), changed, unpruned)
+
+
+def _bound_initial_accuracy(run: RunRecord) -> float:
+    """Return the upper end of the 95% interval of the accuracy before training; −1 if unknown."""
+    steps, accuracy = run.get_series("eval/accuracy")
+    if not len(steps) or steps[0] > 0.0:
+        return -1.0
+    before = float(accuracy[0])
+    return compute_wilson_interval(before, run.held_out)[1] if run.held_out else before
 
 
 def _find_test_differences(runs: Sequence[RunRecord]) -> list[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +38,8 @@ LABELS = ("label", "ground_truth", "answer", "solution")
 of this name."""
 GROUP_NAMES = ("samples", "group", "batch")
 """slime's names for the samples of a group."""
+CONTENT = re.compile(r"""\[\s*["']content["']\s*\]""")
+"""Python's source of the text of a chat message."""
 TRAINER_ARGUMENTS = ("trainer_state", "environments")
 """TRL's arguments that a scoring process cannot provide."""
 
@@ -278,6 +281,16 @@ def find_required_columns(function: RewardFunction) -> list[str]:
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     return [p.name for p in needed if p.name not in known]
+
+
+def reads_messages(function: RewardFunction) -> bool:
+    """Return whether a function of TRL's form may read completions as chat messages."""
+    try:
+        parameters = inspect.signature(function).parameters
+        source = inspect.getsource(function)
+    except (OSError, TypeError, ValueError):
+        return False
+    return "completions" in parameters and bool(CONTENT.search(source))
 
 
 def _ignore_extra(*_: Any, **__: Any) -> None:

@@ -28,6 +28,7 @@ from megatron_dppo.rewards.adapters import (
     Scorer,
     adapt_reward_function,
     find_required_columns,
+    reads_messages,
     run_awaitable,
 )
 from megatron_dppo.rewards.math.completion import (
@@ -162,6 +163,40 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
                 problem = f"is called with the column {lacking!r}, which {has}"
                 remedy = "Add the column, or give the parameter a default or another name"
                 raise UserError(SETTING, name, problem, remedy)
+
+
+def check_completion_form(spec: str, example: ScoreItem) -> None:
+    """Check, before generation, that a function of TRL's form does not read a text as messages.
+
+    Only functions whose source has ``["content"]`` are called, with a made-up completion.
+
+    Args:
+        spec: ``RewardConfig.spec``.
+        example: completion of a prompt that is text.
+
+    Raises:
+        UserError: the function reads ``completion[0]["content"]``.
+    """
+    for _, name, _ in parse_spec(spec):
+        if name in BUILTIN or not reads_messages(load_function(SETTING, name)):
+            continue
+        scorer = resolve(name)
+        if isinstance(scorer, GroupScorer):
+            continue
+        try:
+            run_awaitable(scorer(example))
+        except (IndexError, TypeError) as error:
+            if not str(error).startswith("string ind"):
+                continue
+            problem = f"reads completions as messages, and the prompt of {example.place} is text"
+            remedy = (
+                'Write completion in place of completion[0]["content"], or make the prompt a list '
+                "of messages"
+            )
+            raise UserError(SETTING, name, problem, remedy) from error
+        # Other failures are the function's own, and are counted during the run.
+        except Exception:
+            continue
 
 
 def get_label_text(label: object) -> str:

@@ -51,10 +51,12 @@ from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.process.files import check_folder
+from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import (
     BUILTIN,
     TEXT_VERIFIERS,
     check_columns,
+    check_completion_form,
     check_labels,
     resolve,
 )
@@ -213,6 +215,16 @@ def _check_columns(config: Config) -> None:
             examples = read_examples(source, config.data, "train")
             columns = [(example.row.place, example.extra) for example in examples]
             check_columns(config.reward.spec, columns)
+            if text := next((each for each in examples if isinstance(each.prompt, str)), None):
+                completion = ScoreItem(
+                    text.data_source,
+                    "1",
+                    text.label,
+                    text.extra,
+                    raw_prompt=text.prompt,
+                    place=text.row.place,
+                )
+                check_completion_form(config.reward.spec, completion)
 
 
 def _read_environment_rows(data: DataConfig) -> Iterator[Mapping[str, object]]:

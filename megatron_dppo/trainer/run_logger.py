@@ -17,7 +17,7 @@ from megatron_dppo.config.exclusions import find_idle_keys
 from megatron_dppo.data.tokenizer import strip_chat_marks
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import EvalScores, ExampleAnswer
-from megatron_dppo.observe.console import Console, LengthGate
+from megatron_dppo.observe.console import Console, CutOffGate, LengthGate
 from megatron_dppo.observe.metrics import (
     MetricsLog,
     StepLog,
@@ -102,6 +102,7 @@ class RunLogger:
         )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
+        self._cut_off = CutOffGate()
         # The gate compares with earlier steps.
         for row in read_metrics(self._folder):
             self._gate.check(row["step"], row)
@@ -166,6 +167,8 @@ class RunLogger:
                 self._pruning.write(step, self._census.to_dict())
             if warning := self._gate.check(step, self._row):
                 self._console.print_note(warning, repeat=True)
+            if note := self._cut_off.check(self._row):
+                self._console.print_note(note)
         self._row = {}
         self._census = None
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Qwen3-14B by DPPO: actors on one node, two SGLang servers on another one, eight GPUs each. From the root of the checkout:
 #
+#   export SERVER_PYTHON=/shared/sglang/bin/python  # docs/cluster.md
+#   megatron-dppo train configs/qwen3_14b_math.yaml --check
 #   sbatch --test-only scripts/slurm/qwen3_14b_dppo.sh
 #   sbatch scripts/slurm/qwen3_14b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --nodes=2 : --nodes=2 scripts/slurm/qwen3_14b_dppo.sh

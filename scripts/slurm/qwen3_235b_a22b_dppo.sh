@@ -2,6 +2,8 @@
 # Qwen3-235B-A22B by DPPO: actors on eight nodes, SGLang servers on twenty-four more, eight GPUs each.
 # From the root of the checkout:
 #
+#   export SERVER_PYTHON=/shared/sglang/bin/python  # docs/cluster.md
+#   megatron-dppo train configs/qwen3_235b_a22b_dppo.yaml --check
 #   sbatch --test-only scripts/slurm/qwen3_235b_a22b_dppo.sh
 #   sbatch scripts/slurm/qwen3_235b_a22b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --nodes=8 : --nodes=12 scripts/slurm/qwen3_235b_a22b_dppo.sh
@@ -12,7 +14,7 @@
 #SBATCH --job-name=qwen3-235b-a22b-dppo
 #SBATCH --output=%x-%j.log --open-mode=append
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@600 --requeue
+#SBATCH --signal=B:USR1@2100 --requeue
 # The actors: one rank for each GPU.
 #SBATCH --nodes=8 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH hetjob

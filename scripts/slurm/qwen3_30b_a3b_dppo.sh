@@ -2,6 +2,8 @@
 # Qwen3-30B-A3B by DPPO: actors on one node, SGLang servers on three more, eight GPUs each.
 # From the root of the checkout:
 #
+#   export SERVER_PYTHON=/shared/sglang/bin/python  # docs/cluster.md
+#   megatron-dppo train configs/qwen3_30b_a3b_dppo.yaml --check
 #   sbatch --test-only scripts/slurm/qwen3_30b_a3b_dppo.sh
 #   sbatch scripts/slurm/qwen3_30b_a3b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --nodes=2 : --nodes=6 scripts/slurm/qwen3_30b_a3b_dppo.sh

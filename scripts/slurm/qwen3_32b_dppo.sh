@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Qwen3-32B by DPPO: actors on two nodes, SGLang servers on six more, eight GPUs each. From the root of the checkout:
 #
+#   export SERVER_PYTHON=/shared/sglang/bin/python  # docs/cluster.md
+#   megatron-dppo train configs/qwen3_32b_dppo.yaml --check
 #   sbatch --test-only scripts/slurm/qwen3_32b_dppo.sh
 #   sbatch scripts/slurm/qwen3_32b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --nodes=4 : --nodes=8 scripts/slurm/qwen3_32b_dppo.sh

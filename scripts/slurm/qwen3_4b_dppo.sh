@@ -2,6 +2,8 @@
 # Qwen3-4B by DPPO on one node of eight GPUs: two GPUs train, six are those of SGLang servers that the run starts itself.
 # From the root of the checkout:
 #
+#   export SERVER_PYTHON=/shared/sglang/bin/python  # docs/cluster.md
+#   megatron-dppo train configs/qwen3_4b_math.yaml --check
 #   sbatch scripts/slurm/qwen3_4b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --ntasks-per-node=8 scripts/slurm/qwen3_4b_dppo.sh rollout.colocated=true rollout.launch.count=8 \
 #       rollout.ahead=0 rollout.sync.transport=disk rollout.sync.folder=/dev/shm/megatron_dppo \

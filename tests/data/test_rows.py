@@ -90,6 +90,14 @@ def test_a_bad_line_or_setting_is_named(
     refuse([line], *words, **data)
 
 
+def test_no_column_is_guessed_below_a_similarity(refuse: Refuse) -> None:
+    row = {"Q text": "Convert 7 h to min.", "gold.val": 420, "unit": "min"}
+    error = refuse([json.dumps(row)], "has no column 'question'", prompt_key="question")
+    assert error.remedy == "Set data.prompt_key to the right column"
+    near = refuse([json.dumps(row | {"questions": "?"})], prompt_key="question")
+    assert near.remedy.endswith("perhaps 'questions'")
+
+
 @pytest.mark.parametrize(
     ("name", "word"), [("x.csv", "no known kind"), ("x.parquet", "parquet"), ("x.json", "list")]
 )

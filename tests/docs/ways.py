@@ -128,6 +128,7 @@ NOWHERE = (
     r"python -m sglang\.launch_server .*",
     r"bash scripts/figures\.sh .*",
     r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*",
+    r"SLIME=\S+ MILES=\S+ python -m pytest tests/integrations/test_slime\.py",
     r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*|(headers|export "
     r"CPATH)=.*",
     r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*",
@@ -173,11 +174,20 @@ WAYS = (
     # and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
-    Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
-    Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
     Way(
-        r"megatron-dppo train configs/qwen3_(4b_math|32b_dppo)\.yaml --check",
+        r"pip install (-e )?(\.|\"\.\[cpu(,dev)?\]\")",
+        append="--no-deps --no-build-isolation --dry-run",
+    ),
+    Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
+    # Of Slurm's servers, and of policies with experts.
+    Way(
+        r"megatron-dppo train configs/qwen3_(14b_math|\S+_dppo)\.yaml --check",
         replace={" --check": " rollout.servers=[]"},
+        append=f"{CHECKED} layout.ep=1 layout.vpp=1",
+    ),
+    Way(
+        r"megatron-dppo train configs/qwen3_\S+\.yaml --check",
+        replace={" --check": ""},
         append=CHECKED,
     ),
     # Policies, and what trains them.
@@ -295,6 +305,11 @@ WAYS = (
     # On a real Slurm, or where somebody else starts the ranks.
     Way(r"torchrun .* -m megatron_dppo\.launch\.health", replace={"node 8": "node 2"}),
     Way(r"sbatch --test-only \S+", "slurm"),
+    Way(
+        r"sbatch --account=mine --partition=h100 : .*",
+        "slurm",
+        replace=TEST_ONLY | {"--partition=h100": "--partition=named"},
+    ),
     Way(r"((?!sbatch)\S+=\S+ )*sbatch (?!--test-only).*", "slurm", replace=TEST_ONLY),
     Way(
         r"srun --ntasks-per-node 8 .* layout\.tp=8 layout\.pp=2",

@@ -408,6 +408,18 @@ def test_text_and_json_agree() -> None:
     }
 
 
+def test_signal_leaves_time_for_a_step_and_a_checkpoint() -> None:
+    made = plan("cluster.stop_before_limit_s=60", checkpoint_gb_s=1.0)
+    seconds = made.unpruned.seconds + made.disk.checkpoint / 1e9
+    assert seconds <= made.stop_seconds < seconds + 60.0 and made.stop_seconds % 60 == 0
+    assert as_json(made)["stop_seconds"] == made.stop_seconds
+    text = "\n".join(as_text(made))
+    assert f"need --signal=B:USR1@{made.stop_seconds}; " in text
+    assert "cluster.stop_before_limit_s = 60 is too short." in text
+    enough = plan(f"cluster.stop_before_limit_s={made.stop_seconds}", checkpoint_gb_s=1.0)
+    assert "is enough." in "\n".join(as_text(enough))
+
+
 def test_command_ends_with_1_for_an_unfitting_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--json", "cluster.nodes=2"]) == 0
     assert json.loads(capsys.readouterr().out)["placement"]["gpus"] == 64

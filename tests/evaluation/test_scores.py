@@ -17,12 +17,14 @@ from megatron_dppo.evaluation.scores import (
     bound_fraction,
     compare,
     compute_pass_at_k,
+    describe_correctness,
     estimate_means,
     format_table,
     group_by_benchmark,
     list_powers,
     score,
 )
+from megatron_dppo.rl.score import Score
 
 Rows = list[dict[str, Any]]
 
@@ -89,27 +91,42 @@ def test_nothing_scored_is_null_in_json_and_a_dash_in_the_table() -> None:
 def test_a_comparison_is_paired_by_problem() -> None:
     before = answers("gsm8k", [[i % 3 == 0] * 2 for i in range(90)])
     after = answers("gsm8k", [[i % 3 == 0, i % 3 < 2] for i in range(80)])
-    _, line = compare(after, before, baseline_name="before")
-    assert "80 problems" in line and "+16.9 [" in line and line.endswith("differs")
+    _, line, rewards = compare(after, before, baseline_name="before")
+    assert "80 problems" in line and "avg@k   +16.9 [" in line and line.endswith("differs")
+    # Rewards are ±1, so that they differ by twice as much.
+    assert "80 problems" in rewards and "reward  +0.338 [" in rewards
     (_, same) = compare(before, before, baseline_name="before")
     assert "+0.0 [+0.0, +0.0]  no difference shown" in same
-    (_, few) = compare(
+    (_, few, _) = compare(
         answers("gsm8k", [[True]]), answers("gsm8k", [[False]]), baseline_name="before"
     )
     assert few.endswith("too few problems to say")
     right, wrong = (answers("gsm8k", [[correct]] * FEWEST) for correct in (True, False))
     assert compare(right, wrong, baseline_name="before")[1].endswith("differs")
+    for row in before:
+        row["reward"] = float(row["correct"]) / 2
+    partial = [row | {"reward": row["reward"] + 0.25} for row in before]
+    _, accuracy, rewards = compare(partial, before, baseline_name="before")
+    assert accuracy.endswith("no difference shown")
+    assert "+0.250 [+0.250, +0.250]  differs" in rewards
     (_, lost) = compare(
         answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), baseline_name="before"
     )
     assert lost.endswith("no difference shown")
 
 
+def test_a_note_says_what_correct_means_for_partial_rewards() -> None:
+    partial, right = Score(0.4, False), Score(1.0, True)
+    assert "correct means a score of 1" in describe_correctness([partial, right])[0]
+    assert describe_correctness([Score(0.0, False), right]) == []
+    assert describe_correctness([Score(0.4, True), right]) == []  # its acc says so
+
+
 def test_only_shared_problems_with_equal_labels_are_compared() -> None:
     mine, theirs = answers("gsm8k", [[True]] * 5), answers("math500", [[True]] * 5)
     with pytest.raises(UserError, match="shares no problem"):
         compare(mine, theirs, baseline_name="theirs")
-    assert len(compare([*mine, *theirs], theirs, baseline_name="theirs")) == 2
+    assert len(compare([*mine, *theirs], theirs, baseline_name="theirs")) == 2  # equal rewards
     for row in theirs:
         row["label"] = "other"
     with pytest.raises(UserError, match="Compare evaluations on the same files"):

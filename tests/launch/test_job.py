@@ -27,6 +27,7 @@ def print_script(folder: Path, *words: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
+    print(done.stderr, file=sys.stderr)
     return done.stdout
 
 
@@ -55,6 +56,18 @@ def test_slurm_s_script_requests_machines_and_keeps_words_whole(tmp_path: Path) 
         "job.sh takes the first word for the file"
     )
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_dry_run_names_what_is_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_PYTHON", "/no/python")
+    missing = "model.path=no such policy", "data.train=nothing.jsonl"
+    script = print_script(tmp_path, CONFIG, *missing, "--executor", "slurm")
+    notes = capfd.readouterr().err
+    for setting in (*missing, "SERVER_PYTHON=/no/python"):
+        assert f"note: on this machine, {setting.replace('=', ' = ')}: " in notes
+    assert script.startswith("#!/usr/bin/env bash\n#SBATCH") and "note" not in script
 
 
 def test_this_machine_s_script_trains(tmp_path: Path) -> None:

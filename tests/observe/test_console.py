@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_dppo.observe.console import Console, LengthGate
+from megatron_dppo.observe.console import CUT_OFF_STEPS, Console, CutOffGate, LengthGate
 from megatron_dppo.process.streams import print_message
 from tests.observe.made_up import made_up_rows
 
@@ -113,3 +113,15 @@ def test_length_warnings_name_steps_lengths_and_remedy() -> None:
     assert "fell: 5.0 tokens, mean of steps 7 to 9, against 20.0" in fall
     assert "pruning.completions.keep" in fall
     assert "pruning" not in warned(LEVEL + LOW, weight=1.0)[9]
+
+
+def test_answers_cut_off_in_five_successive_steps_are_noted() -> None:
+    gate = CutOffGate()
+    ratios = [1.0, 0.95, 0.5, 1.0, 0.91, 1.0, 0.95, 1.0]
+    notes = []
+    for ratio in ratios:
+        notes.append(gate.check({"rollout/truncated_ratio": ratio}))
+        assert gate.check({"eval/accuracy": 0.0}) == notes[-1]
+    assert notes[:-1] == [None] * (len(ratios) - 1) and CUT_OFF_STEPS == 5
+    assert notes[-1] is not None
+    assert "more than 90% of the answers were cut off in 5 successive steps" in notes[-1]

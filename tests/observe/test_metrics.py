@@ -169,12 +169,23 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     assert "4 steps of 2.00 s; 17 s with evaluations" in lines
     # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600
     # were trained on.
-    assert "33% trained on" in lines
-    assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines
-    assert "42% rolled out and pruned: 2,000 tokens, which saved about 3 s" in lines
-    assert "8% rolled out, with zero advantage: without effect on training" in lines
-    assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
+    saved = "pruning saved about 17% of the tokens to roll out and 63% of the tokens to train on"
+    assert saved in lines
+    assert "1.25 times the gradient's variance, estimated" in lines
+    assert f"the rest megatron-dppo report {tmp_path}" in lines
     assert str(tmp_path / "progress.png") in text
+
+
+def test_summary_has_one_scale_and_at_most_six_lines() -> None:
+    rows = made_up_rows(4)
+    for row in rows[1:]:
+        row |= {"perf/pruning_efficiency": 1.11, "reward/timeouts": 1.0}
+        row["prune/discarded_groups"] = 2.0
+    del rows[2]["train/grad_norm"]
+    text = shown(compute_summary(rows))
+    assert "worth 1.11 of a smaller batch (1.25 times the gradient's variance, estimated)" in text
+    figures = text.strip().partition("\n\n")[0].splitlines()
+    assert len(figures) == 6
 
 
 def test_summary_of_a_biased_rule_shows_no_variance() -> None:
@@ -186,5 +197,5 @@ def test_summary_of_a_biased_rule_shows_no_variance() -> None:
     summary = compute_summary(rows)
     assert summary["variance_inflation"] is summary["noise_share_prompts"] is None
     text = shown(summary)
-    assert "no variance is estimated" in text and "sampling" not in text
+    assert "no variance is estimated" in text and "gradient's variance" not in text
     assert "12 groups were rolled out and discarded" in text

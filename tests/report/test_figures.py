@@ -150,6 +150,36 @@ def test_race_ends_at_the_accuracy_of_the_slowest(tmp_path: Path) -> None:
     assert make_comparison(read_runs([tmp_path / "fast"])) is None
 
 
+def test_accuracy_that_chance_explains_has_no_time(tmp_path: Path) -> None:
+    """Of 40 problems, none was right before training: up to 8.8% may have been."""
+    runs = []
+    for name, accuracy in (("a", [0.0, 0.05, 0.0]), ("b", [0.0, 0.05, 0.1])):
+        run = read_runs([write_run(tmp_path / name, 3, problems={"": 40})])[0]
+        rows = [
+            {"step": step, "eval/accuracy": share, **({"perf/step_time": 1.0} if step else {})}
+            for step, share in enumerate(accuracy)
+        ]
+        runs.append(replace(run, rows=rows))
+    outcome = make_comparison(runs)
+    assert outcome is not None and outcome.target is None and outcome.by_chance == 0.05
+    assert "Every run reached 5.0%, which is within the 95% interval" in outcome.describe()
+    runs[0].rows[1]["eval/accuracy"] = 0.1
+    outcome = make_comparison(runs)
+    assert outcome is not None and outcome.target == 0.1 and outcome.by_chance is None
+
+
+def test_estimated_savings_stand_beside_a_slower_measured_step(tmp_path: Path) -> None:
+    """Within the same figure, so that the signs do not contradict each other without a word."""
+    runs = read_runs([write_run(tmp_path / name, 6) for name in ("pruned", "whole")])
+    unpruned = {"pruning.prompts.rule": "none", "pruning.completions.rule": "none"}
+    rows = [row | {"perf/step_time": row["perf/step_time"] / 2} for row in runs[1].steps]
+    faster = replace(runs[1], config={**runs[1].config, **unpruned}, rows=rows)
+    text = "steps of whole without pruning were faster"
+    assert text in render_page([runs[0], faster])
+    slower = replace(faster, rows=runs[1].rows)
+    assert text not in render_page([runs[0], slower])
+
+
 def test_seeds_of_one_configuration_give_an_interval(tmp_path: Path) -> None:
     def runs(arm: str, seconds: Sequence[float]) -> list[Path]:
         folders = [tmp_path / f"{arm}-{seed}" for seed in range(len(seconds))]

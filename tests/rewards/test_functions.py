@@ -17,6 +17,7 @@ from megatron_dppo.rewards.functions import (
     LARGEST,
     InvalidScoreError,
     check_columns,
+    check_completion_form,
     check_labels,
     exact_score,
     parse_reward,
@@ -279,6 +280,32 @@ def test_labels_and_columns_are_checked_for_each_function(file: Path) -> None:
         check_labels(spec, [("row 0", "7"), ("row 1", " ")])
     with pytest.raises(UserError, match="the column 'task', which row 1 does not have"):
         check_columns(spec, [("row 0", {"task": "code"}), ("row 1", {"label": "7"})])
+
+
+MESSAGES = """
+def in_messages(completions, **columns):
+    return [float(completion[0]["content"] == "7") for completion in completions]
+
+def in_both(completions, **columns):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(text == "7") for text in texts]
+
+def failing(completions, **columns):
+    columns["absent"]["content"]
+"""
+
+
+def test_messages_are_not_read_from_a_text(tmp_path: Path) -> None:
+    """Before the first step, for a prompt that is text."""
+    (tmp_path / "trl_form.py").write_text(MESSAGES)
+    item = ScoreItem("", "1", "7", {}, raw_prompt="3 + 4 =", place="row 0")
+    with pytest.raises(UserError, match="the prompt of row 0 is text") as raised:
+        check_completion_form(f"{tmp_path / 'trl_form.py'}:in_messages", item)
+    assert 'Write completion in place of completion[0]["content"]' in raised.value.remedy
+    for name in ("in_both", "failing"):
+        check_completion_form(f"{tmp_path / 'trl_form.py'}:{name}", item)
+    chat = ScoreItem("", "7", "7", {}, raw_prompt=[{"role": "user", "content": "3 + 4 ="}])
+    assert resolve(f"{tmp_path / 'trl_form.py'}:in_messages")(chat) == 1.0
 
 
 def test_example_reward_prefers_closer_answers() -> None:

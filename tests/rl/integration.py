@@ -4,7 +4,7 @@ probability."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -46,8 +46,14 @@ class FixedUniforms:
 def outcomes(inclusion: Floats) -> Iterator[tuple[float, float]]:
     """Yield an offset inside each stretch on which a systematic draw is constant, and the length of
     the stretch."""
-    breaks = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(inclusion) % 1.0]))
-    for start, end in itertools.pairwise(breaks.tolist()):
+    yield from outcomes_of_all([inclusion])
+
+
+def outcomes_of_all(inclusions: Sequence[Floats]) -> Iterator[tuple[float, float]]:
+    """Yield an offset inside each stretch on which several systematic draws with one offset are
+    constant, and the length of the stretch."""
+    breaks = np.concatenate([[0.0, 1.0], *(np.cumsum(each) % 1.0 for each in inclusions)])
+    for start, end in itertools.pairwise(np.unique(breaks).tolist()):
         yield (start + end) / 2, end - start
 
 

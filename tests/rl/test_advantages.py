@@ -16,6 +16,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import (
     ESTIMATORS,
     check_estimator,
+    compute_advantages,
     compute_group_advantages,
     estimate_advantages,
     read_columns,
@@ -170,6 +171,15 @@ def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
             "lengths": np.ones(rewards.shape, np.int64),
         }
         assert not estimate_advantages("own.py:centred", rewards, columns).any()
+
+
+def test_masked_completions_have_no_advantage_of_an_own_estimator() -> None:
+    register("own.py:ones", lambda rewards, columns: np.ones_like(rewards))
+    metadata = step_metadata(1, 4, truncated=np.array([[True, False, False, True]]))
+    for mask, expected in ((True, [[0.0, 1.0, 1.0, 0.0]]), (False, [[1.0] * 4])):
+        config = step_config(advantage="own.py:ones", mask_truncated=mask)
+        found = compute_advantages(metadata, config, "own.py:ones")
+        np.testing.assert_array_equal(found[..., 0], expected)
 
 
 def test_parts_of_the_reward_are_columns() -> None:

@@ -191,3 +191,14 @@ def test_concurrency_is_named_without_awaiting_rewards(
     assert ("reward.concurrency" in find_idle_settings(config)) == idle
     assert find_idle_settings(load_config(None, ["reward.concurrency=8"])) == ["reward.concurrency"]
     assert find_idle_settings(load_config(None, [])) == []
+
+
+def test_a_run_notes_once_that_answers_are_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = RunLogger(config_of(tmp_path / "run"), world_of(1, 0), step=0, dropped_prompts=0)
+    for step in range(1, 9):
+        logger.add({"rollout/raw_reward": 0.0, "rollout/truncated_ratio": 1.0})
+        logger.write(step)
+        assert ("cut off" in capsys.readouterr().out) == (step == 5)
+    logger.close()

@@ -87,7 +87,7 @@ def server_checks(
     if _are_started(config):
         yield partial(_check_environment, config, environ)
     if rollout.launch.count:
-        yield partial(_check_command, config, environ)
+        yield partial(check_server_command, config, environ)
     if rollout.colocated:
         yield partial(_check_memory, config)
     if uses_file_sync(rollout):
@@ -167,7 +167,7 @@ def _check_memory(config: Config) -> None:
         raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
 
 
-def _check_command(config: Config, environ: Mapping[str, str]) -> None:
+def check_server_command(config: Config, environ: Mapping[str, str]) -> None:
     command = config.rollout.launch.command
     spec = load_engine_spec(config.rollout.engine)
     python = environ.get(SERVER_PYTHON)
