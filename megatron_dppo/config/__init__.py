@@ -78,6 +78,17 @@ class Config(Section):
         )
 
     @property
+    def compared_rewards(self) -> tuple[tuple[str, float], ...]:
+        """Names and weights of the rewards that GDPO normalises one by one, without weights of 0;
+        empty for other advantages."""
+        if self.loss.advantage != "gdpo":
+            return ()
+        weights = self.loss.reward_weights
+        if not weights and not isinstance(self.reward.function, str):
+            weights = {each.metric: each.weight for each in self.reward.function}
+        return tuple((name, weight) for name, weight in weights.items() if weight)
+
+    @property
     def usable_pack(self) -> int:
         """Tokens of the largest pack in this layout: ``pack.max_tokens``, rounded down."""
         return self.pack.max_tokens // self.layout.pack_multiple * self.layout.pack_multiple

@@ -127,7 +127,12 @@ class LossConfig(Section):
     and SkyRL, which gives advantages sqrt((G - 1)/G) times as large; dr_grpo: r - mean of the
     group; rloo: r - mean of the group's other rewards; reinforce_pp: (r - mean)/std of the
     minibatch; reinforce_pp_baseline: r - mean of the group, divided by the minibatch's standard
-    deviation; or a user-defined function, ``file.py:function`` or ``module:function``."""
+    deviation; gdpo: (r - mean)/std of the group for each of several rewards, summed by weight, then
+    divided by the minibatch's standard deviation; or a user-defined function, ``file.py:function``
+    or ``module:function``."""
+    reward_weights: dict[str, float] = Field(default={})
+    """Weights of the rewards under ``advantage: gdpo``, by the name of the metric ``reward/NAME``:
+    ``{correct: 1, format: 0.5}``. {}: the weights of the functions in ``reward.function``."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's clip (0.2; gspo 3e-4; gmpo 0.33; cispo and
     rloo no clip). With a trust_region, largest divergence of a token with a negative advantage;

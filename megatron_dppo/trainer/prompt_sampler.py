@@ -261,7 +261,7 @@ class PromptSampler:
             return None
         wanted = compute_resample_size(
             self._compute_window_size(),
-            len(find_nonzero_variance_groups(selected)),
+            len(find_nonzero_variance_groups(selected, self._config)),
             round(selected.window),
         )
         count = min(wanted, self._pool_size - len(known))
@@ -294,6 +294,8 @@ class PromptSampler:
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
         known, *_ = compute_completion_terms(metadata, self._config, self._objective)
         terms = known.score * metadata.prompt_inclusion[:, None]
+        equal = np.ones(len(metadata.prompt_ids), np.bool_)
+        equal[find_nonzero_variance_groups(metadata, self._config)] = False
         return self.history.evaluate_and_update(
             Outcomes(
                 prompt_ids=metadata.prompt_ids,
@@ -301,6 +303,7 @@ class PromptSampler:
                 advantages=known.advantage,
                 squares=(terms**2).sum(axis=1),
                 tokens=np.maximum(metadata.sampled_lengths.mean(axis=1), 1.0),
+                equal=equal,
             )
         )
 

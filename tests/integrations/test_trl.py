@@ -24,7 +24,9 @@ from trl import GRPOTrainer
 from megatron_dppo.errors import UserError
 from megatron_dppo.integrations import trl as integration
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
+from megatron_dppo.rl.advantages import compute_gdpo
 from tests.integrations.trl_steps import (
+    ACCUMULATED,
     LONGEST,
     ROWS,
     SAMPLES,
@@ -118,6 +120,42 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_mean_pruned_gradient_is_that_of_trl(policy, tmp_path, name):
     assert relative_error(policy, tmp_path, **{"num_iterations": 2} | CASES[name]) < 1e-6
+
+
+class GivenRewards(GRPOTrainer):
+    """Trainer with the rewards of ``given`` [completions, functions]."""
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.given
+
+
+def test_advantages_of_several_rewards_are_those_of_trl(policy, tmp_path):
+    """GDPO of this project, on random rewards with equal and missing ones; rewards and weights are
+    large, so that the 1e-4 which TRL adds to deviations are rounding."""
+    rng = np.random.default_rng(0)
+    rewards = np.round(rng.random((2, ROWS * ACCUMULATED // SAMPLES, SAMPLES)), 1)
+    rewards[1, 0, 1], rewards[0, 1] = np.nan, 0.5
+    made = trainer(
+        policy,
+        tmp_path,
+        GivenRewards,
+        rewards=[odd, long],
+        reward_weights=[1e6, 0.5e6],
+        multi_objective_aggregation="normalize_then_sum",
+    )
+    made.given = torch.from_numpy(1e6 * rewards.reshape(2, -1).T)
+    batch = made._generate_and_score_completions(next(iter(made.get_train_dataloader())))
+    columns = {
+        "inclusion": np.ones(rewards.shape[1]),
+        "present": np.ones(rewards.shape[1:], bool),
+        "compared": rewards,
+        "weights": np.array([1.0, 0.5]),
+    }
+    found = compute_gdpo(rewards[0], columns).ravel()
+    # TRL's deviation of the batch is over one completion less.
+    expected = batch["advantages"].numpy() * (found.size / (found.size - 1)) ** 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert np.abs(found).max() > 1.0
 
 
 class BatchBaseline(GRPOTrainer):

@@ -26,6 +26,7 @@ from megatron_dppo.config import (
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import compute_group_advantages
 from megatron_dppo.rl.losses import compute_token_losses
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
@@ -51,6 +52,7 @@ WINDOW = np.arange(PROMPTS)
 EVERYTHING = Selection(WINDOW, np.ones(PROMPTS), window=PROMPTS)
 TEACHER = DistillationConfig(teacher="T", coef=0.5)
 ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
+GDPO = {"advantage": "gdpo", "reward_weights": {"right": 1.0, "short": -0.5}}
 LAYOUT = {"replicas": 2, "align": 2}
 RATIOS = [0.3, 1.0]
 """Mean and deviation of a teacher's log-ratios, as a planner may guess them: no guess makes a
@@ -91,6 +93,8 @@ class World:
     taught: Bools = field(default_factory=lambda: np.zeros(PROMPTS, bool))
     """Prompts to which the reference is a teacher."""
     truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
+    short: Floats = field(default_factory=lambda: np.eye(PROMPTS, SAMPLES, 1))
+    """A second reward."""
 
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
@@ -112,6 +116,7 @@ class World:
             score_norms=np.array(norms),
             log_ratios=np.tile(self.taught[ids, None, None] * RATIOS, (SAMPLES, 1)),
             truncated=self.truncated[ids],
+            parts={"reward/right": self.rewards[ids], "reward/short": self.short[ids]},
         )
 
 
@@ -144,7 +149,10 @@ def world() -> World:
     earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [1, 0, 0, 1]], dtype=float)
     advantages = compute_group_advantages(earlier, normalise=True)
     squares, tokens = (advantages**2).sum(axis=1), np.array([2.0, 3.0, 4.0, 5.0])
-    world.history.evaluate_and_update(Outcomes(np.arange(4), earlier, advantages, squares, tokens))
+    equal = find_equal_groups(earlier)
+    world.history.evaluate_and_update(
+        Outcomes(np.arange(4), earlier, advantages, squares, tokens, equal)
+    )
     return world
 
 
@@ -264,6 +272,7 @@ def with_rules(config: Config, **rules: object) -> Config:
         ("neyman", "neyman", {"name": "rloo", "mask_below": 0.2, "mask_above": 3.0}),
         ("neyman", "neyman", {"name": "dr_grpo", "trust_region": "tv"}),
         ("none", "neyman", {"name": "reinforce_pp"}),
+        ("none", "neyman", {"name": "dr_grpo", **GDPO}),
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("threshold", "neyman", {"name": "gspo"}),

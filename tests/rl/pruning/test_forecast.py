@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.pruning.forecast import (
     WIDEST,
     Outcomes,
@@ -86,7 +87,8 @@ def visits(ids: Ints, rewards: Floats = ROLLED_OUT, **fields: Floats) -> Outcome
     """Return the outcomes of prompts, from tables of rewards and further fields of all prompts."""
     rewards = rewards[ids]
     advantages = compute_group_advantages(rewards, normalise=True)
-    found = Outcomes(ids, rewards, advantages, (advantages**2).sum(axis=1), np.full(len(ids), 20.0))
+    squares, tokens = (advantages**2).sum(axis=1), np.full(len(ids), 20.0)
+    found = Outcomes(ids, rewards, advantages, squares, tokens, find_equal_groups(rewards))
     return replace(found, **{name: table[ids] for name, table in fields.items()})
 
 
