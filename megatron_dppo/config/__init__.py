@@ -8,6 +8,7 @@ import math
 from megatron_dppo.config.loss import (
     CompletionPruningConfig,
     DistillationConfig,
+    EntropyConfig,
     LossConfig,
     PackConfig,
     PromptPruningConfig,

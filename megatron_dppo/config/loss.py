@@ -96,6 +96,28 @@ def is_server(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
+class EntropyConfig(Section):
+    coef: NonNegative = 0.0
+    """Weight of the entropy of the policy's distribution at each token, which the loss rewards; at
+    rollout.temperature. With ``target``: weight before the first step."""
+    target: AboveZero | None = None
+    """Mean entropy, in nats per token, to which the weight adapts (Skywork-OR1): after an optimizer
+    step with at most this entropy the weight grows by ``delta`` and applies to the next step; after
+    a step with more entropy the weight shrinks by ``delta``, and the next step has no bonus. null:
+    constant weight."""
+    delta: AboveZero = 0.005
+    """Change of an adaptive weight per optimizer step."""
+    min_coef: NonNegative = 0.0
+    """Smallest adaptive weight."""
+    max_coef: NonNegative = 1.0
+    """Largest adaptive weight."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a step may have an entropy bonus."""
+        return self.coef > 0.0 or self.target is not None
+
+
 class LossConfig(Section):
     name: Literal[
         "grpo",
@@ -150,6 +172,7 @@ class LossConfig(Section):
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference
     model."""
+    entropy: EntropyConfig = EntropyConfig()
     tis_cap: AtLeastOne | None = None
     """Cap of the truncated importance weight, policy over engine; null: no cap, or 2 with
     rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""

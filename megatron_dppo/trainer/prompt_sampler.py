@@ -230,7 +230,10 @@ class PromptSampler:
         self._order = make_order(pool, config.run.seed)
         taught = config.loss.distillation_coef > 0.0
         self.history = PromptForecast(
-            PromptFeatures(pool), self._objective.advantage, has_teacher=taught
+            PromptFeatures(pool),
+            self._objective.advantage,
+            has_teacher=taught,
+            entropy_coef=config.loss.entropy.coef,
         )
         self._inflation = 1.0
 

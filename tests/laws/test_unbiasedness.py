@@ -20,6 +20,7 @@ from megatron_dppo.config import (
     CompletionPruningConfig,
     Config,
     DistillationConfig,
+    EntropyConfig,
     PackConfig,
     PromptPruningConfig,
 )
@@ -52,6 +53,7 @@ WINDOW = np.arange(PROMPTS)
 EVERYTHING = Selection(WINDOW, np.ones(PROMPTS), window=PROMPTS)
 TEACHER = DistillationConfig(teacher="T", coef=0.5)
 ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
+BONUS = EntropyConfig(coef=0.5)
 GDPO = {"advantage": "gdpo", "reward_weights": {"right": 1.0, "short": -0.5}}
 LAYOUT = {"replicas": 2, "align": 2}
 RATIOS = [0.3, 1.0]
@@ -198,6 +200,8 @@ def gradient(
         )
         coef = config.loss.distillation_coef * torch.from_numpy(world.taught[prompt[rows]])
         divergence = (own.exp() * (own - teacher.detach())).sum(dim=1)
+        entropy = -(own.exp() * own).sum(dim=1)
+        losses = losses - config.loss.entropy.coef * entropy
         total = total + ((losses + coef * divergence) * torch.from_numpy(pack.scale)).sum()
     if total.requires_grad:
         total.backward()
@@ -277,6 +281,8 @@ def with_rules(config: Config, **rules: object) -> Config:
         ("neyman", "neyman", {"name": "gmpo"}),
         ("threshold", "neyman", {"name": "gspo"}),
         ("neyman", "neyman", {"name": "grpo", "keep": "auto"}),
+        ("neyman", "neyman", {"name": "grpo", "entropy": BONUS}),
+        ("none", "neyman", {"name": "dapo", "entropy": BONUS}),
     ],
 )
 def test_expected_pruned_gradient_is_the_full_gradient(world, prompts, completions, loss):
@@ -339,9 +345,24 @@ def test_bad_predictor_does_not_bias_the_gradient(world, squares):
     assert relative_error(foretold, settings("neyman", "neyman", name="grpo")) < 1e-6
 
 
-def test_paper_rule_is_unbiased_over_all_of_its_masks(world):
-    small = replace(world, rewards=np.where(WINDOW[:, None] < 2, world.rewards, 0.0))
-    assert relative_error(small, settings("none", "threshold", name="dapo")) < 1e-6
+@pytest.mark.parametrize("loss", [{}, {"entropy": BONUS}])
+def test_paper_rule_is_unbiased_over_all_of_its_masks(world, loss):
+    """With a bonus also in groups of equal rewards, here of two prompts instead of five."""
+    rewards = np.where(WINDOW[:, None] < 2, world.rewards, 0.0)
+    rows = np.array([0, 3]) if loss else WINDOW
+    small = replace(world, rewards=rewards)
+    everything = replace(
+        EVERYTHING, prompt_ids=rows, inclusion=np.ones(len(rows)), window=len(rows)
+    )
+    config = settings("none", "threshold", name="dapo", **loss)
+    metadata = small.metadata(everything)
+    expected = sum(
+        drawn * gradient(small, config, metadata, step.minibatches[0])
+        for step, drawn in all_plans(metadata, config, **LAYOUT)
+    )
+    unpruned = with_rules(config, completions=CompletionPruningConfig(rule="none"))
+    full = gradient(small, config, metadata, plan(metadata, unpruned, **LAYOUT).minibatches[0])
+    assert float((expected - full).norm() / full.norm()) < 1e-6
 
 
 BIASED = [

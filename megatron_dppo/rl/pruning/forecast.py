@@ -61,6 +61,7 @@ class PromptForecast(PromptHistory):
     Args:
         has_teacher: whether a teacher gives every group a gradient, even of equal reward. Then
             E[Σ h²] is the regression alone, over all groups.
+        entropy_coef: weight β of an entropy bonus, which makes each A² in these formulas A² + β².
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PromptForecast(PromptHistory):
         estimator: str = "grpo",
         *,
         has_teacher: bool = False,
+        entropy_coef: float = 0.0,
     ) -> None:
         super().__init__()
         # A count of right answers does not give the advantages of several rewards.
@@ -76,6 +78,7 @@ class PromptForecast(PromptHistory):
         self._features = features
         self._estimator = estimator
         self._has_teacher = has_teacher
+        self._bonus = entropy_coef**2
         self._success = SuccessModel(features.size)
         # No intercept per prompt for sizes and tokens: measured on two visits to a prompt, the
         # residuals beyond the features had no common part.
@@ -95,8 +98,8 @@ class PromptForecast(PromptHistory):
         elif find_estimator(self._estimator).zero_if_equal:
             square = chance.mean()
         else:
-            square = self.compute_mean_square(prompt_ids)
-        return square * self._size.predict(features)
+            square = self.compute_mean_square(prompt_ids) / group_size
+        return (square + self._bonus) * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
         """Return expected generated tokens per completion, [N]; 1 before the first update."""
@@ -133,12 +136,13 @@ class PromptForecast(PromptHistory):
         features = self._features.get(visits.prompt_ids)
         # Sizes enter as logarithms and, without a teacher, divided by mean A²: both must be
         # positive.
-        has_gradient = (visits.advantages != 0.0).any(axis=1) | self._has_teacher
+        has_gradient = (visits.advantages != 0.0).any(axis=1)
+        has_gradient |= self._has_teacher or self._bonus > 0.0
         sized = has_gradient & (visits.squares > 0.0)
         self._success.update(visits.prompt_ids, features, *self._count_successes(visits))
         squares = visits.squares[sized]
         if not self._has_teacher:
-            squares /= (visits.advantages[sized] ** 2).mean(axis=1)
+            squares /= (visits.advantages[sized] ** 2).mean(axis=1) + self._bonus
         self._size.update(features[sized], squares)
         self._tokens.update(features, visits.tokens)
         self.update(visits.prompt_ids, visits.rewards, visits.advantages, visits.equal)
