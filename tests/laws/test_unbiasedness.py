@@ -250,8 +250,15 @@ def full_gradient(world: World, config: Config) -> torch.Tensor:
         with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1)
     )
     (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
+    assert_complete(whole, config, PROMPTS)
     left = np.where(world.truncated[whole.group, whole.completion], 0.0, whole.scale)
     return gradient(world, config, metadata, replace(whole, scale=left))
+
+
+def assert_complete(whole: MinibatchPlan, config: Config, prompts: int) -> None:
+    """With a KL term or an entropy bonus, completions without an advantage have a gradient."""
+    if config.loss.kl_coef or config.loss.entropy.coef:
+        assert len(whole.group) == prompts * SAMPLES
 
 
 def relative_error(world: World, config: Config) -> float:
@@ -361,7 +368,9 @@ def test_paper_rule_is_unbiased_over_all_of_its_masks(world, loss):
         for step, drawn in all_plans(metadata, config, **LAYOUT)
     )
     unpruned = with_rules(config, completions=CompletionPruningConfig(rule="none"))
-    full = gradient(small, config, metadata, plan(metadata, unpruned, **LAYOUT).minibatches[0])
+    (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
+    assert_complete(whole, config, len(rows))
+    full = gradient(small, config, metadata, whole)
     assert float((expected - full).norm() / full.norm()) < 1e-6
 
 

@@ -130,6 +130,16 @@ def test_groups_of_equal_reward_count_under_a_teacher():
     assert found.mean() == pytest.approx(squares[UNSEEN].mean(), rel=0.3)
 
 
+def test_groups_of_equal_reward_are_worth_an_entropy_bonus():
+    """All answers are right. The longer the prompt, the larger the gradients of a group."""
+    known = forecast(entropy_coef=0.5)
+    squares = 0.25 * LENGTHS**2
+    learn(known, SEEN, RIGHT, squares=squares)
+    found = expected(known, UNSEEN)
+    assert np.corrcoef(np.log(found), np.log(squares[UNSEEN]))[0, 1] > 0.9
+    assert found.mean() == pytest.approx(squares[UNSEEN].mean(), rel=0.3)
+
+
 def test_step_is_predicted_before_the_models_learn():
     """All answers are right; when nothing is known, one half is predicted."""
     known, step = forecast(), visits(UNSEEN, RIGHT)
