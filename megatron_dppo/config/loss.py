@@ -176,9 +176,10 @@ class LossConfig(Section):
     tis_cap: AtLeastOne | None = None
     """Cap of the truncated importance weight, policy over engine; null: no cap, or 2 with
     rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""
-    tis_level: Literal["token", "sequence"] = "token"
-    """Importance weight and its masks are computed for each ``token``, or for each ``sequence``, as
-    the product over its tokens."""
+    tis_level: Literal["token", "prefix", "sequence"] = "token"
+    """Importance weight and its masks are computed for each ``token``; for each ``prefix``, as the
+    product over the sequence's tokens up to the token; or for each ``sequence``, as the product
+    over its tokens."""
     mask_below: Share | None = None
     """Tokens with an importance weight (policy over engine) below this bound are left out (IcePop:
     0.5); null: no bound."""

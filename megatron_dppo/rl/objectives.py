@@ -50,8 +50,9 @@ class Objective:
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high. In a trust region: bound on the divergence if A >
     0."""
-    tis_level: Literal["token", "sequence"] = "token"
-    """Level of the weight, policy over engine: each token, or the product over the sequence."""
+    tis_level: Literal["token", "prefix", "sequence"] = "token"
+    """Level of the weight, policy over engine: each token, the product over the sequence's tokens
+    up to the token (CTPO, arXiv:2605.07331), or the product over the sequence."""
     mask_below: float = 0.0
     """Smaller weights count as 0."""
     mask_above: float = math.inf

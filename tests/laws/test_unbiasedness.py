@@ -285,6 +285,7 @@ def with_rules(config: Config, **rules: object) -> Config:
         ("none", "neyman", {"name": "reinforce_pp"}),
         ("none", "neyman", {"name": "dr_grpo", **GDPO}),
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
+        ("neyman", "neyman", {"name": "dr_grpo", "tis_cap": 2.0, "tis_level": "prefix"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("threshold", "neyman", {"name": "gspo"}),
         ("neyman", "neyman", {"name": "grpo", "keep": "auto"}),

@@ -109,6 +109,8 @@ def engine_weight(loss: LossConfig, old: Tensor, engine: Tensor) -> Tensor:
     ratio = (old - engine).exp()
     if loss.tis_level == "sequence":
         ratio = ratio.prod().expand(len(old))
+    elif loss.tis_level == "prefix":
+        ratio = ratio.cumprod(0)
     kept = (ratio >= (loss.mask_below or 0.0)) & (ratio <= (loss.mask_above or np.inf))
     return torch.where(kept, ratio.clamp(max=loss.tis_cap or np.inf), 0.0)
 
@@ -138,6 +140,7 @@ def write_normaliser(name: str, metadata: StepMetadata) -> float:
 LOSSES = {
     **{name: LossConfig(name=name) for name in OBJECTIVES},
     "truncated by sequence": LossConfig(name="rloo", tis_cap=1.5, tis_level="sequence"),
+    "truncated by prefix": LossConfig(name="grpo", tis_cap=1.2, tis_level="prefix"),
     "masked by sequence": LossConfig(
         name="grpo", mask_below=0.5, mask_above=3.0, tis_level="sequence"
     ),
