@@ -101,10 +101,10 @@ class EntropyConfig(Section):
     """Weight of the entropy of the policy's distribution at each token, which the loss rewards; at
     rollout.temperature. With ``target``: weight before the first step."""
     target: AboveZero | None = None
-    """Mean entropy, in nats per token, to which the weight adapts (Skywork-OR1): after an optimizer
-    step with at most this entropy the weight grows by ``delta`` and applies to the next step; after
-    a step with more entropy the weight shrinks by ``delta``, and the next step has no bonus. null:
-    constant weight."""
+    """Target of the mean entropy, in nats per token, for an adaptive weight (Skywork-OR1). After an
+    optimizer step with at most this entropy, the weight grows by ``delta`` and applies to the next
+    step. After a step with more entropy, the weight shrinks by ``delta``, and the next step has no
+    bonus. null: constant weight."""
     delta: AboveZero = 0.005
     """Change of an adaptive weight per optimizer step."""
     min_coef: NonNegative = 0.0

@@ -127,7 +127,7 @@ class PolicyLoss:
             extra[DIVERGENCE] = extra.get(DIVERGENCE, 0.0) + responses.divergence.detach().sum()
         entropy = responses.entropy.detach()
         if self.entropy_coef is not None:
-            # Neither the importance weight nor a clip applies to the bonus, as to the KL.
+            # Importance weight and clip do not apply to the bonus, as to the KL.
             token_loss = token_loss - self.entropy_coef * responses.entropy
             # The scale has the pruning weight, so that the mean is an estimate for the window.
             extra[ENTROPY] = (entropy * columns["scale"]).sum()

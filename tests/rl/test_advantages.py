@@ -98,7 +98,7 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
 
 
 def test_gdpo_has_no_advantage_where_rewards_are_equal_or_cancel() -> None:
-    """Rounding is no advantage, even if nothing else is left to divide by."""
+    """Rounding errors are no advantages, even in a minibatch without other advantages."""
     right = np.array([[0.7, 0.1, 0.4], [0.1 + 0.2, 0.3, 0.15 + 0.15], [np.nan] * 3])
     part = gdpo_metadata({"reward/right": right, "reward/short": 0.3 * right})
     config = gdpo_config(1.0, -1.0)
