@@ -21,10 +21,12 @@ pytest.importorskip(
 
 from trl import GRPOTrainer
 
+from megatron_dppo.config import EntropyConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.integrations import trl as integration
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
 from megatron_dppo.rl.advantages import compute_gdpo
+from megatron_dppo.rl.objectives import EntropyBonus
 from tests.integrations.trl_steps import (
     ACCUMULATED,
     LONGEST,
@@ -156,6 +158,34 @@ def test_advantages_of_several_rewards_are_those_of_trl(policy, tmp_path):
     expected = batch["advantages"].numpy() * (found.size / (found.size - 1)) ** 0.5
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     assert np.abs(found).max() > 1.0
+
+
+def test_adaptive_weight_of_the_entropy_is_that_of_trl(policy, tmp_path):
+    """The rule of this project, on the entropies of a run that cross the target."""
+    plain = trainer(policy, tmp_path, max_steps=10)
+    plain.train()
+    entropies = [row["entropy"] for row in plain.state.log_history if "entropy" in row]
+    bounds = {"coef": 0.02, "delta": 0.01, "min_coef": 0.01, "max_coef": 0.04}
+    bounds["target"] = float(np.median(entropies))
+    made = trainer(
+        policy,
+        tmp_path,
+        max_steps=10,
+        use_adaptive_entropy=True,
+        entropy_coef=bounds["coef"],
+        entropy_target=bounds["target"],
+        entropy_coef_delta=bounds["delta"],
+        entropy_coef_min=bounds["min_coef"],
+        entropy_coef_max=bounds["max_coef"],
+    )
+    made.train()
+    rows = [row for row in made.state.log_history if "entropy_coef" in row]
+    bonus, found = EntropyBonus(EntropyConfig(**bounds)), []
+    for row in rows:
+        bonus.update(row["entropy"])
+        found.append(bonus.state_dict()["entropy_coef"])
+    np.testing.assert_allclose(found, [row["entropy_coef"] for row in rows], atol=1e-9)
+    assert {row["entropy"] <= bounds["target"] for row in rows} == {True, False}
 
 
 class BatchBaseline(GRPOTrainer):

@@ -155,7 +155,7 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.binary = bool(state["binary"])
+        self.binary = self.binary and bool(state["binary"])
         # A state without "exploration" gets the initial probabilities.
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
         self._records.load_state_dict(state["records"])
