@@ -123,8 +123,8 @@ def normalize_by_rms(advantages: Floats, columns: Mapping[str, NDArray[Any]]) ->
 
 
 def compute_gdpo(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return GDPO's advantages (arXiv:2601.05242, equations 4 to 6): (r − mean)/std of the group
-    for each of several rewards, summed by weight, then divided by the minibatch's deviation."""
+    """Return GDPO's advantages (arXiv:2601.05242): (r − mean)/std of the group for each of several
+    rewards, summed by weight, then divided by the minibatch's deviation."""
     # The minibatch's mean is 0, because the mean of each group is 0.
     return normalize_by_rms(sum_normalized_rewards(columns), columns)
 
