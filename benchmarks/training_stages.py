@@ -233,7 +233,8 @@ def measure(
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
     samples = metadata.rewards.shape[1]
-    live = (find_nonzero_variance_groups(metadata)[:, None] * samples + np.arange(samples)).ravel()
+    varied = find_nonzero_variance_groups(metadata, trainer.config)
+    live = (varied[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
         rows = gradients(actor, [packs[i] for i in live], loss, stride)

@@ -481,7 +481,8 @@ class _BatchProbe:
     def _record_window(self, metadata: StepMetadata, step: int) -> None:
         """Prune the window on rank 0, then update the predictor."""
         self._mixed.append(
-            len(find_nonzero_variance_groups(metadata)) / max(len(metadata.prompt_ids), 1)
+            len(find_nonzero_variance_groups(metadata, self._parts.config))
+            / max(len(metadata.prompt_ids), 1)
         )
         # The predictor must not have seen the window, as in a run.
         if step >= LEARNING_STEPS:

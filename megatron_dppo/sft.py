@@ -132,7 +132,7 @@ def _build_sample(answer: SupervisedExample, tokens: int) -> TrainingSample:
 
 def _compute_loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
     loss = -(responses.logprobs * responses.columns["scale"]).sum()
-    return loss, {"train/loss": loss.detach(), "entropy": responses.entropy.sum()}
+    return loss, {"train/loss": loss.detach(), "entropy": responses.entropy.detach().sum()}
 
 
 def _compute_rate(config: Config, step: int) -> float:

@@ -241,7 +241,7 @@ class Trainer:
 
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
         """Decide on rank 0 which sequences are trained, with weights and ranks."""
-        config = choose_sharing(self.config, self.policy.shape)
+        config = self.learner.set_entropy_coef(choose_sharing(self.config, self.policy.shape))
         metadata = rollouts.metadata
         plan_with = make_planner(self.policy, self.pool, metadata, self.step)
 
@@ -304,7 +304,12 @@ class Trainer:
         steps = list(self.queue)
         write = partial(write_in_flight, steps=steps, world=self.world) if steps else None
         best = self.guard.update_best(self.step)
-        state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
+        state = {
+            "version": self.version,
+            **self.guard.state_dict(),
+            **self.learner.bonus.state_dict(),
+            **self.sampler.state_dict(),
+        }
         with self.timers("save"):
             self.checkpoints.save(self.policy.actor, self.step, state, write, also_keep=best)
 
@@ -317,6 +322,7 @@ class Trainer:
         try:
             self.version = state.get("version", self.step)
             self.guard.load_state_dict(state)
+            self.learner.bonus.load_state_dict(state)
             same_prompts, same_segments = self.world.broadcast(
                 lambda: [
                     is_unchanged(self.folder, self.step, self.config, keys)

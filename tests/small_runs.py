@@ -73,7 +73,7 @@ def small_run(folder: Path, run: Path, *overrides: str) -> Config:
 def begin_run(config: Config, trainer: type[Trainer], to_close: ExitStack) -> Trainer:
     """Return a trainer before its first step."""
     world = initialize(config.layout, seed=config.run.seed, timeout_s=60.0)
-    workers = RewardWorkers(config.reward.function, workers=1, timeout_s=10.0)
+    workers = RewardWorkers(config.reward.spec, workers=1, timeout_s=10.0)
     to_close.callback(workers.close)
     return trainer(config, world, workers, to_close)
 

@@ -8,6 +8,7 @@ import math
 from megatron_dppo.config.loss import (
     CompletionPruningConfig,
     DistillationConfig,
+    EntropyConfig,
     LossConfig,
     PackConfig,
     PromptPruningConfig,
@@ -76,6 +77,17 @@ class Config(Section):
         return self.data.max_prompt_tokens + max(
             self.rollout.max_response_tokens, self.max_answer_tokens
         )
+
+    @property
+    def compared_rewards(self) -> tuple[tuple[str, float], ...]:
+        """Names and weights of the rewards that GDPO normalises one by one, without weights of 0;
+        empty for other advantages."""
+        if self.loss.advantage != "gdpo":
+            return ()
+        weights = self.loss.reward_weights
+        if not weights and not isinstance(self.reward.function, str):
+            weights = {each.metric: each.weight for each in self.reward.function}
+        return tuple((name, weight) for name, weight in weights.items() if weight)
 
     @property
     def usable_pack(self) -> int:

@@ -96,6 +96,28 @@ def is_server(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
+class EntropyConfig(Section):
+    coef: NonNegative = 0.0
+    """Weight of the entropy of the policy's distribution at each token, which the loss rewards; at
+    rollout.temperature. With ``target``: weight before the first step."""
+    target: AboveZero | None = None
+    """Target of the mean entropy, in nats per token, for an adaptive weight (Skywork-OR1). After an
+    optimizer step with at most this entropy, the weight grows by ``delta`` and applies to the next
+    step. After a step with more entropy, the weight shrinks by ``delta``, and the next step has no
+    bonus. null: constant weight."""
+    delta: AboveZero = 0.005
+    """Change of an adaptive weight per optimizer step."""
+    min_coef: NonNegative = 0.0
+    """Smallest adaptive weight."""
+    max_coef: NonNegative = 1.0
+    """Largest adaptive weight."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a step may have an entropy bonus."""
+        return self.coef > 0.0 or self.target is not None
+
+
 class LossConfig(Section):
     name: Literal[
         "grpo",
@@ -127,7 +149,12 @@ class LossConfig(Section):
     and SkyRL, which gives advantages sqrt((G - 1)/G) times as large; dr_grpo: r - mean of the
     group; rloo: r - mean of the group's other rewards; reinforce_pp: (r - mean)/std of the
     minibatch; reinforce_pp_baseline: r - mean of the group, divided by the minibatch's standard
-    deviation; or a user-defined function, ``file.py:function`` or ``module:function``."""
+    deviation; gdpo: (r - mean)/std of the group for each of several rewards, summed by weight, then
+    divided by the minibatch's standard deviation; or a user-defined function, ``file.py:function``
+    or ``module:function``."""
+    reward_weights: dict[str, float] = Field(default={})
+    """Weights of the rewards under ``advantage: gdpo``, by the name of the metric ``reward/NAME``:
+    ``{correct: 1, format: 0.5}``. {}: the weights of the functions in ``reward.function``."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's clip (0.2; gspo 3e-4; gmpo 0.33; cispo and
     rloo no clip). With a trust_region, largest divergence of a token with a negative advantage;
@@ -145,12 +172,14 @@ class LossConfig(Section):
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference
     model."""
+    entropy: EntropyConfig = EntropyConfig()
     tis_cap: AtLeastOne | None = None
     """Cap of the truncated importance weight, policy over engine; null: no cap, or 2 with
     rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""
-    tis_level: Literal["token", "sequence"] = "token"
-    """Importance weight and its masks are computed for each ``token``, or for each ``sequence``, as
-    the product over its tokens."""
+    tis_level: Literal["token", "prefix", "sequence"] = "token"
+    """Importance weight and its masks are computed for each ``token``; for each ``prefix``, as the
+    product over the sequence's tokens up to the token; or for each ``sequence``, as the product
+    over its tokens."""
     mask_below: Share | None = None
     """Tokens with an importance weight (policy over engine) below this bound are left out (IcePop:
     0.5); null: no bound."""

@@ -327,12 +327,12 @@ def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[flo
     window = float(compute_window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
-    # Without a KL term, groups of equal reward have no gradient, and no rule trains on them. A
-    # user's estimator is not loaded, and assumed to do the same.
+    # Without a KL term or an entropy bonus, groups of equal reward have no gradient, and no rule
+    # trains on them. A user's estimator is not loaded, and assumed to do the same.
     estimator = ESTIMATORS.get(resolve_objective(config.loss).advantage)
     equal_idle = estimator is None or estimator.zero_if_equal
-    rewards_alone = config.loss.kl_coef == config.loss.distillation_coef == 0.0
-    live = assume.mixed_share if equal_idle and rewards_alone else 1.0
+    others = config.loss.kl_coef or config.loss.distillation_coef or config.loss.entropy.is_used
+    live = assume.mixed_share if equal_idle and not others else 1.0
     match pruning.prompts.named:
         case "dynamic_sampling":
             rolled = window / assume.mixed_share

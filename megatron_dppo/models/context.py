@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from megatron_dppo.models.policy_head import LEARNED, HeadOutput
+from megatron_dppo.models.policy_head import HeadOutput
 
 
 def compute_local_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
@@ -122,7 +122,4 @@ def gather_responses(
     # The backward pass gives each rank the gradient of its r tokens only, so that the loss counts
     # once.
     rows = reduce_from_tensor_model_parallel_region(whole, group=group)
-    outputs = {}
-    for name, row in zip(there, rows, strict=True):
-        outputs[name] = row if name in LEARNED else row.detach()
-    return HeadOutput(**outputs)
+    return HeadOutput(**dict(zip(there, rows, strict=True)))

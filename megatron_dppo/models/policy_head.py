@@ -9,7 +9,7 @@ the logits for the backward pass.
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
 * log-probability ``log p_t``, under the sampled distribution, like rollout log-probabilities;
-* entropy ``−Σ_v p_v log p_v``.
+* entropy ``H = −Σ_v p_v log p_v``, with gradient ``−p_v (log p_v + H)`` by z/τ.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from megatron_dppo.models import policy_head_torch
 
 LOWEST = torch.finfo(torch.float32).min
 """Largest logit of a rank without tokens of the vocabulary. Finite, so that 0 · LOWEST is 0."""
-LEARNED = ("logprobs", "divergence")
-"""Fields of ``HeadOutput`` with a gradient."""
 
 
 class HeadOutput(NamedTuple):
@@ -133,7 +131,7 @@ class _Score(torch.autograd.Function):
         logprobs = (at_target - peak) - total.log()
         entropy = total.log() - cross / total
         # Save the normaliser log Σ exp(z/τ) of each position instead of the logits.
-        ctx.save_for_backward(hidden, weight, targets, peak + total.log())
+        ctx.save_for_backward(hidden, weight, targets, peak + total.log(), entropy)
         ctx.rows = rows
         ctx.temperature = temperature
         ctx.chunk_mib = chunk_mib
@@ -141,25 +139,32 @@ class _Score(torch.autograd.Function):
         keeps = kernels.BUFFERS == 1 and ctx.needs_input_grad[0]
         fits = len(targets) <= _compute_chunk_size(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
-        ctx.mark_non_differentiable(entropy)
+        # A loss without the entropy passes None for the gradient.
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, *_ = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, *_, entropy = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = get_main_grad(ctx, weight)
-        _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
+        grad = torch.zeros_like(entropy) if grad is None else grad.contiguous()
+        if entropy_grad is not None:
+            entropy_grad = entropy_grad.contiguous()
+        _add_gradients(ctx, grad, entropy_grad, hidden_grad, weight_grad)
         return hidden_grad, get_autograd_gradient(weight, weight_grad), None, None, None, None, None
 
 
 def _add_gradients(
     ctx: Any,
     grad: torch.Tensor,
+    entropy_grad: torch.Tensor | None,
     hidden_grad: torch.Tensor,
     weight_grad: torch.Tensor | None,
 ) -> None:
-    hidden, weight, targets, normaliser = ctx.saved_tensors
+    hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
     kernels = _select_kernels(hidden.is_cuda)
     vocabulary = weight[: ctx.rows]
     types = gradient_types(weight)
@@ -174,8 +179,15 @@ def _add_gradients(
         gradient = buffers[-1]
         if not kept:
             compute_logits(hidden[chunk], vocabulary, out=logits)
+        bonus = None if entropy_grad is None else (entropy[chunk], entropy_grad[chunk])
         kernels.compute_logit_gradient(
-            logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=gradient
+            logits,
+            targets[chunk],
+            ctx.temperature,
+            normaliser[chunk],
+            grad[chunk],
+            out=gradient,
+            bonus=bonus,
         )
         compute_hidden_gradient(gradient, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:

@@ -46,10 +46,12 @@ def compute_logit_gradient(
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
     out: torch.Tensor,
+    bonus: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Compute a loss's gradient with respect to the logits, ``out = gradient · (e_t − p) / τ``.
+    """Compute a loss's gradient with respect to the logits, ``out = (gradient · (e_t − p) −
+    entropy_gradient · p · (log p + H)) / τ``.
 
-    Here p = exp(logits / τ − normaliser), and e_t is 1 in column t and 0 elsewhere.
+    Here log p = logits / τ − normaliser, and e_t is 1 in column t and 0 elsewhere.
 
     Args:
         logits: [c, v] fp32; overwritten.
@@ -57,10 +59,18 @@ def compute_logit_gradient(
         normaliser: [c], log Σ exp(logits / τ) over the whole vocabulary.
         gradient: [c], gradient of the loss with respect to the log-probabilities.
         out: [c, v], any type; may be ``logits``.
+        bonus: entropy H and the loss's gradient with respect to H, both [c]; None: gradient 0.
     """
     column, held = _find_local_targets(targets, logits.shape[1])
     scale = gradient[:, None] / temperature
-    logits.div_(temperature).sub_(normaliser[:, None]).exp_().mul_(-scale)
+    logits.div_(temperature).sub_(normaliser[:, None])
+    if bonus is None:
+        logits.exp_().mul_(-scale)
+    else:
+        entropy, entropy_gradient = (values[:, None] for values in bonus)
+        factor = entropy_gradient / temperature
+        probabilities = logits.exp()
+        logits.add_(entropy).mul_(-factor).sub_(scale).mul_(probabilities)
     logits.scatter_add_(1, column, torch.where(held[:, None], scale, 0.0))
     if out is not logits:
         out.copy_(logits)

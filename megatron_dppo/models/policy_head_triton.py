@@ -53,21 +53,27 @@ def compute_logit_gradient(
     normaliser: torch.Tensor,
     gradient: torch.Tensor,
     out: torch.Tensor,
+    bonus: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Compute :func:`policy_head_torch.compute_logit_gradient`; the logits stay unchanged unless
     ``out``."""
+    # Without a bonus the kernel reads neither of the two pointers.
+    entropy, entropy_gradient = bonus or (gradient, gradient)
     rows, columns = logits.shape
     _compute_logit_gradient[(rows, triton.cdiv(columns, GRADIENT_BLOCK))](
         logits,
         targets,
         normaliser,
         gradient,
+        entropy,
+        entropy_gradient,
         out,
         logits.stride(0),
         out.stride(0),
         columns,
         1.0 / temperature,
         BLOCK=GRADIENT_BLOCK,
+        HAS_BONUS=bonus is not None,
         num_warps=4,
     )
 
@@ -121,25 +127,40 @@ def _reduce_logits(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets", "normaliser", "gradient"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "targets",
+        "normaliser",
+        "gradient",
+        "entropy",
+        "entropy_gradient",
+    ]
+)
 def _compute_logit_gradient(
     logits: tl.tensor,
     targets: tl.tensor,
     normaliser: tl.tensor,
     gradient: tl.tensor,
+    entropy: tl.tensor,
+    entropy_gradient: tl.tensor,
     out: tl.tensor,
     row_stride: tl.tensor,
     out_stride: tl.tensor,
     columns: tl.tensor,
     inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
+    HAS_BONUS: tl.constexpr,  # noqa: N803
 ) -> None:
     """Compute the gradient of one block of a row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0) * inverse_temperature
-    p = tl.exp(z - tl.load(normaliser + row))
+    log_p = z - tl.load(normaliser + row)
+    p = tl.exp(log_p)
     at_target = tl.where(column == tl.load(targets + row), 1.0, 0.0)
     value = (at_target - p) * (tl.load(gradient + row) * inverse_temperature)
+    if HAS_BONUS:
+        factor = tl.load(entropy_gradient + row) * inverse_temperature
+        value -= factor * p * (log_p + tl.load(entropy + row))
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)

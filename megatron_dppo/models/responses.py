@@ -31,7 +31,7 @@ class Responses:
     logprobs: torch.Tensor
     """[R], fp32, with gradient during training."""
     entropy: torch.Tensor
-    """[R]"""
+    """[R], of the whole distribution, with gradient during training."""
     divergence: torch.Tensor | None = None
     """[R], divergence from the teacher, with gradient during training; None without a teacher."""
 

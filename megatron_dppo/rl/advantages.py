@@ -7,6 +7,7 @@ token advantages. The columns are
 - ``present``: [Q, G], False for conversations without a turn of the role, which do not count.
 - ``lengths``: [Q, G], L, tokens of each response.
 - ``reward/NAME``: [Q, G], the reward function's metric NAME; NaN if not returned.
+- ``compared`` [P, Q, G] and ``weights`` [P], under GDPO: the P rewards of ``loss.reward_weights``.
 
 ``trees.py`` computes the advantages of a tree's segments.
 """
@@ -14,7 +15,7 @@ token advantages. The columns are
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.numbers import ROUNDING as REWARD_ROUNDING
+from megatron_dppo.rl.numbers import round_rewards
 from megatron_dppo.rl.trees import compute_tree_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
@@ -60,8 +62,7 @@ def compute_group_advantages(
     Args:
         rewards: [Q, G], from ``round_rewards``.
         normalise: divide by the standard deviation.
-        present: [Q, G], False for completions that do not count, one True at least in each group;
-            None: all True.
+        present: [Q, G], False for completions that do not count; None: all True.
         less: 1 for the sample's standard deviation, over G − 1; 0 for the population's, over G.
 
     Returns:
@@ -69,7 +70,7 @@ def compute_group_advantages(
     """
     present = np.ones_like(rewards, np.bool_) if present is None else present
     rewards = np.where(present, rewards, 0.0)
-    size = present.sum(axis=1, keepdims=True)
+    size = np.maximum(present.sum(axis=1, keepdims=True), 1)
     low = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
     # Compare rewards, because the mean of equal numbers may differ from the numbers in floating
     # point.
@@ -121,6 +122,26 @@ def normalize_by_rms(advantages: Floats, columns: Mapping[str, NDArray[Any]]) ->
     return result
 
 
+def compute_gdpo(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
+    """Return GDPO's advantages (arXiv:2601.05242): (r − mean)/std of the group for each of several
+    rewards, summed by weight, then divided by the minibatch's deviation."""
+    # The minibatch's mean is 0, because the mean of each group is 0.
+    return normalize_by_rms(sum_normalized_rewards(columns), columns)
+
+
+def sum_normalized_rewards(columns: Mapping[str, NDArray[Any]]) -> Floats:
+    """Return Σ_p w_p (r_p − mean)/std of the group, [Q, G]; a missing reward adds 0."""
+    compared = columns["compared"]
+    weights = columns["weights"]
+    total = np.zeros(compared.shape[1:])
+    for weight, rewards in zip(weights, compared, strict=True):
+        present = ~np.isnan(rewards)
+        # The deviation over G − 1 matters only if rewards are missing.
+        total += weight * compute_group_advantages(rewards, normalise=True, present=present, less=1)
+    # Rewards may cancel. The division by the deviation would make advantages of rounding errors.
+    return np.where(np.abs(total) < ROUNDING * np.abs(weights).sum(), 0.0, total)
+
+
 def _compute_weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Return the weights [Q, G] of completions in the minibatch's moments, 1/π per prompt."""
     # If prompts are pruned, moments are estimates, and advantages are ratios with a bias of
@@ -142,6 +163,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
         lambda r, columns: normalize_by_rms(compute_dr_grpo(r, columns), columns),
         batch_moments=True,
     ),
+    "gdpo": Estimator(compute_gdpo, batch_moments=True),
 }
 
 _REGISTERED: dict[str, Estimator] = {}
@@ -215,15 +237,40 @@ def _validate_advantages(returned: Any, lengths: NDArray[Any]) -> Floats:
     return result
 
 
-def read_columns(part: StepMetadata) -> dict[str, NDArray[Any]]:
-    """Return the columns of a minibatch, with all completions present."""
-    present = np.ones(part.rewards.shape, np.bool_)
-    return {
+def read_columns(
+    part: StepMetadata,
+    compared: Sequence[tuple[str, float]] = (),
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of a minibatch, with all completions present.
+
+    Args:
+        compared: ``Config.compared_rewards``.
+
+    Raises:
+        UserError: no completion has one of the compared rewards.
+    """
+    columns = {
         "inclusion": part.prompt_inclusion,
-        "present": present,
+        "present": np.ones(part.rewards.shape, np.bool_),
         "lengths": part.response_lengths,
         **part.parts,
     }
+    if compared:
+        columns["compared"] = np.stack([_read_reward(part, name) for name, _ in compared])
+        columns["weights"] = np.array([weight for _, weight in compared])
+    return columns
+
+
+def _read_reward(part: StepMetadata, name: str) -> Floats:
+    """Return the reward function's metric ``name``, [Q, G], rounded as rewards are."""
+    found = part.parts.get(f"reward/{name}", np.full(part.rewards.shape, np.nan))
+    present = ~np.isnan(found)
+    if found.size and not present.any():
+        known = sorted(key.removeprefix("reward/") for key in part.parts if "reward/" in key[:7])
+        problem = "no completion of a step has a reward of that name"
+        remedy = f"Name metrics of reward.function: {', '.join(known) or 'it returned none'}"
+        raise UserError("loss.reward_weights", name, problem, remedy)
+    return round_rewards(found, present)
 
 
 TRIAL_REWARDS = np.array([[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25], [1.0, 1.0, 0.0, 1.0]])
@@ -264,6 +311,8 @@ def _compute_trial_advantages(
         inclusion=np.ones(len(rewards)) if inclusion is None else inclusion,
         present=np.ones(rewards.shape, np.bool_),
         lengths=np.ones(rewards.shape, np.int64),
+        compared=rewards[None],
+        weights=np.ones(1),
     )
     return estimate_advantages(name, rewards, columns)
 
@@ -344,7 +393,8 @@ def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
     if part.segments.shape[-1]:
         advantages = compute_role_advantages(part, name)
     else:
-        advantages = estimate_advantages(name, part.rewards, read_columns(part))
+        columns = read_columns(part, config.compared_rewards)
+        advantages = estimate_advantages(name, part.rewards, columns)
     # Masked after the estimate, because rewards of masked completions count in the baselines.
     return np.where(find_masked_completions(part, config)[..., None], 0.0, advantages)
 

@@ -146,18 +146,37 @@ class Sequences:
         Raises:
             ValueError: ``sample`` is None.
         """
-        if self.sample is None:
-            raise ValueError("a ratio or a weight per sequence requires the tokens' sequences")
+        sample = self._get_sample()
         values = values.detach()
         samples = self.samples or 0
         # Only without a given number, because max() makes the CPU wait for the GPU.
-        if self.samples is None and len(self.sample):
-            samples = int(self.sample.max()) + 1
+        if self.samples is None and len(sample):
+            samples = int(sample.max()) + 1
         none = values.new_zeros(samples)
-        total = none.index_add(0, self.sample, values)
+        total = none.index_add(0, sample, values)
         if mean:
-            total = total / none.index_add(0, self.sample, torch.ones_like(values)).clamp(min=1)
-        return total[self.sample]
+            total = total / none.index_add(0, sample, torch.ones_like(values)).clamp(min=1)
+        return total[sample]
+
+    def prefix_sums(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values`` [R] over each token's sequence up to the token, [R].
+
+        Samples ascend, as in a pack.
+
+        Raises:
+            ValueError: ``sample`` is None.
+        """
+        sample = self._get_sample()
+        # In double precision, because the sums of all earlier sequences are subtracted.
+        exact = values.detach().double()
+        before = exact.cumsum(0) - exact
+        first = torch.searchsorted(sample, sample)
+        return (before - before[first] + exact).to(values.dtype)
+
+    def _get_sample(self) -> Tensor:
+        if self.sample is None:
+            raise ValueError("a ratio or a weight per sequence requires the tokens' sequences")
+        return self.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +318,8 @@ def _compute_engine_weight(
     - w corrects for an engine that samples from a slightly different distribution, or with older
       weights.
     - With a cap, w is the weight of TIS; with masks and no cap, of IcePop (arXiv:2510.18855).
-    - At the level of sequences, p is the probability of all tokens of a sequence.
+    - At the level of sequences, p is the probability of all tokens of a sequence; at the level of
+      prefixes, of the sequence's tokens up to the token.
 
     Args:
         log_ratio: [R], log p_old − log p_engine.
@@ -308,8 +328,13 @@ def _compute_engine_weight(
     Returns:
         w [R], without gradient, and True for truncated or masked tokens [R].
     """
-    is_sequence = objective.tis_level == "sequence"
-    log_ratio = sequences.sums(log_ratio) if is_sequence else log_ratio.detach()
+    match objective.tis_level:
+        case "token":
+            log_ratio = log_ratio.detach()
+        case "prefix":
+            log_ratio = sequences.prefix_sums(log_ratio)
+        case "sequence":
+            log_ratio = sequences.sums(log_ratio)
     ratio = compute_ratio(log_ratio)
     masked = (ratio < objective.mask_below) | (ratio > objective.mask_above)
     weight = torch.where(masked, 0.0, ratio if cap is None else ratio.clamp(max=cap))

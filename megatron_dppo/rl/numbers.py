@@ -126,6 +126,12 @@ def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
     return np.where(np.isinf(known), rewards, result)
 
 
+def find_equal_groups(rewards: Floats) -> Bools:
+    """Return True [Q] for groups of equal rewards [Q, G], from ``round_rewards``."""
+    equal: Bools = (rewards == rewards[:, :1]).all(axis=1)
+    return equal
+
+
 def is_right(reward: float) -> bool:
     """Return whether a reward is at least 1, with a tolerance for rounding."""
     return reward >= 1.0 - ROUNDING

@@ -9,9 +9,9 @@ divisor of the kept completions alone would make the weighted sum a ratio, which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,7 +22,7 @@ from megatron_dppo.rl.types import Bools, Floats, Ints
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.config import LossConfig
+    from megatron_dppo.config import EntropyConfig, LossConfig
 
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
@@ -50,8 +50,9 @@ class Objective:
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high. In a trust region: bound on the divergence if A >
     0."""
-    tis_level: Literal["token", "sequence"] = "token"
-    """Level of the weight, policy over engine: each token, or the product over the sequence."""
+    tis_level: Literal["token", "prefix", "sequence"] = "token"
+    """Level of the weight, policy over engine: each token, the product over the sequence's tokens
+    up to the token (CTPO, arXiv:2605.07331), or the product over the sequence."""
     mask_below: float = 0.0
     """Smaller weights count as 0."""
     mask_above: float = math.inf
@@ -113,6 +114,45 @@ def resolve_objective(loss: LossConfig) -> Objective:
         clip_low=usual.clip_low if loss.clip_low is None else loss.clip_low,
         clip_high=usual.clip_high if loss.clip_high is None else loss.clip_high,
     )
+
+
+class EntropyBonus:
+    """Weight of the entropy in the loss of the next optimizer step; the same on every rank.
+
+    An adaptive weight follows Skywork-OR1 (arXiv:2505.22312), with TRL's bounds. The weight depends
+    on earlier steps only, and therefore biases no pruned gradient.
+    """
+
+    def __init__(self, settings: EntropyConfig) -> None:
+        self._settings = settings
+        self._coef = settings.coef
+        self._entropy = math.inf
+
+    @property
+    def weight(self) -> float:
+        """0 if the last step had more entropy than the target, and before the first step."""
+        target = self._settings.target
+        if target is None:
+            return self._settings.coef
+        return self._coef if self._entropy <= target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt the weight to the mean entropy of an optimizer step."""
+        settings = self._settings
+        self._entropy = entropy
+        if settings.target is not None:
+            change = settings.delta if entropy <= settings.target else -settings.delta
+            self._coef = min(max(self._coef + change, settings.min_coef), settings.max_coef)
+
+    def state_dict(self) -> dict[str, Any]:
+        # JSON has no infinity.
+        entropy = self._entropy if math.isfinite(self._entropy) else None
+        return {"entropy_coef": self._coef, "entropy": entropy}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._coef = state.get("entropy_coef", self._coef)
+        entropy = state.get("entropy")
+        self._entropy = math.inf if entropy is None else entropy
 
 
 def compute_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:

@@ -121,7 +121,7 @@ def plan_step(
     )
     # With resampling, groups without variance are not trained on.
     usable = (
-        find_nonzero_variance_groups(metadata)
+        find_nonzero_variance_groups(metadata, config)
         if uses_resampling(config.pruning)
         else np.arange(len(metadata.prompt_ids))
     )
@@ -281,8 +281,9 @@ def build_notes(
         )
     if find_estimator(objective.advantage).batch_moments and has_pruned_prompts:
         yield (
-            f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards "
-            "become advantages, are estimated, and the gradient is a ratio (bias O(1/prompts))"
+            f"advantages by {objective.advantage} with pruned prompts: the minibatch's moments, "
+            "by which rewards become advantages, are estimated, and the gradient is a ratio (bias "
+            "O(1/prompts))"
         )
     # The factor 1 + 1e-9 allows for rounding.
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)

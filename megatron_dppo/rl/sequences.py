@@ -170,9 +170,9 @@ def check_settings(config: Config, num_sequences: int) -> None:
         raise UserError(
             "loss.name", loss.name, f"takes a ratio over a whole sequence, {problem}", remedy
         )
-    if objective.tis_level == "sequence":
-        problem = f"weighs a whole sequence by its probability, {problem}"
-        raise UserError("loss.tis_level", "sequence", problem, "Set loss.tis_level=token")
+    if (level := objective.tis_level) != "token":
+        problem = f"weighs tokens by the probability of a {level}, {problem}"
+        raise UserError("loss.tis_level", level, problem, "Set loss.tis_level=token")
     if loss.replay_routing == "rollout":
         problem = (
             f"requires the experts of every token, {problem}, for which experts are not recorded"

@@ -366,7 +366,7 @@ class Collector:
             name: total / max(int((~np.isnan(metadata.parts[name])).sum()), 1)
             for name, total in sums.items()
         }
-        zero_std = groups - len(find_nonzero_variance_groups(metadata))
+        zero_std = groups - len(find_nonzero_variance_groups(metadata, self._config))
         return {
             **dict.fromkeys(("rollout/raw_reward", "rollout/accuracy"), 0.0),
             **means,

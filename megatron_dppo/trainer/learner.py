@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import Config
+from megatron_dppo.config import replace as with_values
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Sums, compute_learning_rate, with_gradients
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
@@ -17,7 +18,7 @@ from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import exchange_samples
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, compute_token_losses
-from megatron_dppo.rl.objectives import Objective
+from megatron_dppo.rl.objectives import EntropyBonus, Objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, Ints, MinibatchPlan, Pack, StepPlan
 from megatron_dppo.trainer.agreement import (
@@ -30,6 +31,9 @@ from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.functions import load_objective
 
 DIVERGENCE = "train/distillation_kl"
+ENTROPY = "train/entropy"
+SCALES = "scales"
+"""Sum: divisor of ``ENTROPY``."""
 TIS_CAP = 2.0
 """Default cap of the truncated importance weights, for rollouts that are ahead or of another
 policy."""
@@ -61,6 +65,7 @@ class PolicyLoss:
         version: version of the weights at the start of the step. The trainer is compared with the
             engine on tokens of this version.
         distillation_coef: weight of a token's divergence from the teacher.
+        entropy_coef: weight of a token's entropy; None: no bonus, and no sums of the entropy.
     """
 
     def __init__(
@@ -71,12 +76,14 @@ class PolicyLoss:
         tis_cap: float | None,
         version: int,
         distillation_coef: float = 0.0,
+        entropy_coef: float | None = None,
     ) -> None:
         self._objective = objective
         self._kl_coef = kl_coef
         self._tis_cap = tis_cap
         self._version = version
         self._distillation_coef = distillation_coef
+        self.entropy_coef = entropy_coef
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
@@ -92,7 +99,7 @@ class PolicyLoss:
         if self._scored is not None:
             self._scored.append((pack, columns.get("old_logprobs", logprobs.detach())))
         advantage = columns["advantage"]
-        taught = {}
+        extra = {}
         if "teacher_logprobs" in columns:
             # With a teacher on a server, the advantage of a sampled token gets distillation_coef ·
             # log q/p (q: teacher, p: policy), a constant to the gradient.
@@ -100,7 +107,7 @@ class PolicyLoss:
             # NaN marks tokens without a teacher server: leave the advantage unchanged.
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
             advantage = advantage + self._distillation_coef * log_ratio
-            taught = {DIVERGENCE: -log_ratio.sum()}
+            extra = {DIVERGENCE: -log_ratio.sum()}
         # Without old log-probabilities the ratio is taken against the policy itself.
         token_loss, sums = compute_token_losses(
             self._objective,
@@ -117,14 +124,21 @@ class PolicyLoss:
         )
         if responses.divergence is not None:
             token_loss = token_loss + self._distillation_coef * responses.divergence
-            taught[DIVERGENCE] = taught.get(DIVERGENCE, 0.0) + responses.divergence.detach().sum()
+            extra[DIVERGENCE] = extra.get(DIVERGENCE, 0.0) + responses.divergence.detach().sum()
+        entropy = responses.entropy.detach()
+        if self.entropy_coef is not None:
+            # Importance weight and clip do not apply to the bonus, as to the KL.
+            token_loss = token_loss - self.entropy_coef * responses.entropy
+            # The scale has the pruning weight, so that the mean is an estimate for the window.
+            extra[ENTROPY] = (entropy * columns["scale"]).sum()
+            extra[SCALES] = columns["scale"].sum()
         loss = (token_loss * columns["scale"]).sum()
         of_pack = {
             "train/loss": loss.detach(),
-            "train/entropy_loss": responses.entropy.sum(),
+            "train/entropy_loss": entropy.sum(),
             "tokens": torch.full_like(loss, float(logprobs.numel())),
         }
-        return loss, sums | taught | of_pack
+        return loss, sums | extra | of_pack
 
 
 class Learner:
@@ -145,6 +159,7 @@ class Learner:
         self._objective = self._world.run_on_all_ranks(
             lambda: load_objective(parts.config.loss), description="import of an objective"
         )
+        self.bonus = EntropyBonus(parts.config.loss.entropy)
         routed = self._actor.routing if parts.routing else None
         self._routing = parts.routing
         self._layers = self._world.gather(routed.layers) if routed else []
@@ -191,12 +206,15 @@ class Learner:
                 lr = compute_learning_rate(
                     self._config.optimizer, step * updates + i, self._config.run.steps * updates
                 )
+                loss.entropy_coef = self._entropy_coef
                 result = self._actor.update(batch, loss, lr=lr)
             # Check after the first minibatch, whose log-probabilities are of the initial weights.
             if not norms:
                 self._check_start(result.sums, step, version, loss.take_scored())
             norms.append(result.grad_norm)
             loads.append(result.expert_load)
+            if self._entropy_coef is not None:
+                self.bonus.update(result.sums[ENTROPY] / result.sums[SCALES])
             for name, value in result.sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
@@ -205,6 +223,9 @@ class Learner:
                 totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss")
             )
             mismatch = {name: totals.pop(name) for name in MISMATCH}
+            if loss.entropy_coef is not None:
+                metrics[ENTROPY] = totals.pop(ENTROPY) / totals.pop(SCALES)
+                metrics["train/entropy_coef"] = loss.entropy_coef
             metrics |= {name: value / tokens for name, value in totals.items()}
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
             metrics |= {
@@ -218,6 +239,13 @@ class Learner:
             for name in loads[0]:
                 metrics[name] = sum(load[name] for load in loads) / len(loads)
         return metrics
+
+    def set_entropy_coef(self, config: Config) -> Config:
+        """Return the configuration with the entropy's present weight as ``loss.entropy.coef``."""
+        if config.loss.entropy.target is None:
+            return config
+        entropy = with_values(config.loss.entropy, coef=self.bonus.weight)
+        return with_values(config, loss=with_values(config.loss, entropy=entropy))
 
     @with_gradients
     def compute_gradient_norm(
@@ -240,6 +268,11 @@ class Learner:
         with self._timers("actor_train"):
             return self._actor.compute_gradient_norm(packs, self._build_loss(version))
 
+    @property
+    def _entropy_coef(self) -> float | None:
+        """Weight of the entropy in the next optimizer step; None: never a bonus."""
+        return self.bonus.weight if self._config.loss.entropy.is_used else None
+
     def _build_loss(self, version: int) -> PolicyLoss:
         settings = self._config.loss
         return PolicyLoss(
@@ -248,6 +281,7 @@ class Learner:
             tis_cap=get_importance_cap(self._config),
             version=version,
             distillation_coef=settings.distillation_coef,
+            entropy_coef=self._entropy_coef,
         )
 
     def _build_packs(

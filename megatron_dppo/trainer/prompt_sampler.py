@@ -230,7 +230,10 @@ class PromptSampler:
         self._order = make_order(pool, config.run.seed)
         taught = config.loss.distillation_coef > 0.0
         self.history = PromptForecast(
-            PromptFeatures(pool), self._objective.advantage, has_teacher=taught
+            PromptFeatures(pool),
+            self._objective.advantage,
+            has_teacher=taught,
+            entropy_coef=config.loss.entropy.coef,
         )
         self._inflation = 1.0
 
@@ -261,7 +264,7 @@ class PromptSampler:
             return None
         wanted = compute_resample_size(
             self._compute_window_size(),
-            len(find_nonzero_variance_groups(selected)),
+            len(find_nonzero_variance_groups(selected, self._config)),
             round(selected.window),
         )
         count = min(wanted, self._pool_size - len(known))
@@ -294,6 +297,8 @@ class PromptSampler:
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
         known, *_ = compute_completion_terms(metadata, self._config, self._objective)
         terms = known.score * metadata.prompt_inclusion[:, None]
+        equal = np.ones(len(metadata.prompt_ids), np.bool_)
+        equal[find_nonzero_variance_groups(metadata, self._config)] = False
         return self.history.evaluate_and_update(
             Outcomes(
                 prompt_ids=metadata.prompt_ids,
@@ -301,6 +306,7 @@ class PromptSampler:
                 advantages=known.advantage,
                 squares=(terms**2).sum(axis=1),
                 tokens=np.maximum(metadata.sampled_lengths.mean(axis=1), 1.0),
+                equal=equal,
             )
         )
 

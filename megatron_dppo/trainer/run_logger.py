@@ -236,7 +236,8 @@ def _describe_bias(config: Config) -> Iterator[str]:
     """Describe biases of the gradient from tokens that this policy has not generated."""
     level = config.loss.tis_level
     bound = describe_weight_bound(config)
-    before = "" if level == "sequence" else ", and no weight corrects for the tokens before it"
+    others = {"token": "before", "prefix": "after"}.get(level)
+    before = f", and no weight corrects for the tokens {others} it" if others else ""
     weight = f"the ratio of its {level}'s probabilities now and at generation, {bound}"
     if ahead := config.rollout.ahead:
         yield (

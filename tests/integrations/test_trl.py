@@ -21,10 +21,14 @@ pytest.importorskip(
 
 from trl import GRPOTrainer
 
+from megatron_dppo.config import EntropyConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.integrations import trl as integration
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
+from megatron_dppo.rl.advantages import compute_gdpo
+from megatron_dppo.rl.objectives import EntropyBonus
 from tests.integrations.trl_steps import (
+    ACCUMULATED,
     LONGEST,
     ROWS,
     SAMPLES,
@@ -118,6 +122,70 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_mean_pruned_gradient_is_that_of_trl(policy, tmp_path, name):
     assert relative_error(policy, tmp_path, **{"num_iterations": 2} | CASES[name]) < 1e-6
+
+
+class GivenRewards(GRPOTrainer):
+    """Trainer with the rewards of ``given`` [completions, functions]."""
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.given
+
+
+def test_advantages_of_several_rewards_are_those_of_trl(policy, tmp_path):
+    """GDPO of this project, on random rewards with equal and missing ones; rewards and weights are
+    large, so that the 1e-4 which TRL adds to deviations are rounding."""
+    rng = np.random.default_rng(0)
+    rewards = np.round(rng.random((2, ROWS * ACCUMULATED // SAMPLES, SAMPLES)), 1)
+    rewards[1, 0, 1], rewards[0, 1] = np.nan, 0.5
+    made = trainer(
+        policy,
+        tmp_path,
+        GivenRewards,
+        rewards=[odd, long],
+        reward_weights=[1e6, 0.5e6],
+        multi_objective_aggregation="normalize_then_sum",
+    )
+    made.given = torch.from_numpy(1e6 * rewards.reshape(2, -1).T)
+    batch = made._generate_and_score_completions(next(iter(made.get_train_dataloader())))
+    columns = {
+        "inclusion": np.ones(rewards.shape[1]),
+        "present": np.ones(rewards.shape[1:], bool),
+        "compared": rewards,
+        "weights": np.array([1.0, 0.5]),
+    }
+    found = compute_gdpo(rewards[0], columns).ravel()
+    # TRL's deviation of the batch is over one completion less.
+    expected = batch["advantages"].numpy() * (found.size / (found.size - 1)) ** 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert np.abs(found).max() > 1.0
+
+
+def test_adaptive_weight_of_the_entropy_is_that_of_trl(policy, tmp_path):
+    """The rule of this project, on the entropies of a run that cross the target."""
+    plain = trainer(policy, tmp_path, max_steps=10)
+    plain.train()
+    entropies = [row["entropy"] for row in plain.state.log_history if "entropy" in row]
+    bounds = {"coef": 0.02, "delta": 0.01, "min_coef": 0.01, "max_coef": 0.04}
+    bounds["target"] = float(np.median(entropies))
+    made = trainer(
+        policy,
+        tmp_path,
+        max_steps=10,
+        use_adaptive_entropy=True,
+        entropy_coef=bounds["coef"],
+        entropy_target=bounds["target"],
+        entropy_coef_delta=bounds["delta"],
+        entropy_coef_min=bounds["min_coef"],
+        entropy_coef_max=bounds["max_coef"],
+    )
+    made.train()
+    rows = [row for row in made.state.log_history if "entropy_coef" in row]
+    bonus, found = EntropyBonus(EntropyConfig(**bounds)), []
+    for row in rows:
+        bonus.update(row["entropy"])
+        found.append(bonus.state_dict()["entropy_coef"])
+    np.testing.assert_allclose(found, [row["entropy_coef"] for row in rows], atol=1e-9)
+    assert {row["entropy"] <= bounds["target"] for row in rows} == {True, False}
 
 
 class BatchBaseline(GRPOTrainer):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, EntropyConfig, LayoutConfig, LossConfig
 from megatron_dppo.rl.types import Completion, Group, StepMetadata, StepPlan
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -34,7 +34,7 @@ from tests.steps import (
 )
 
 POLICY = partial(write_policy, tied=True)
-TEMPERATURE, TIS_CAP, KL_COEF = 0.8, 2.0, 0.1
+TEMPERATURE, TIS_CAP, KL_COEF, ENTROPY_COEF = 0.8, 2.0, 0.1, 0.3
 Step = tuple[StepMetadata, list[Group]]
 Terms = Callable[[int, int, torch.Tensor], tuple[Any, torch.Tensor]]
 """From a row, a sample and the policy's distributions to the advantage and the penalty of each
@@ -114,8 +114,10 @@ def assert_moved(moved: Weights, model: Qwen3ForCausalLM) -> None:
 
 
 def test_update_equals_the_formula(ranks: RankPool, policy: Path) -> None:
-    """Of GRPO with a KL term; ``rl/test_objectives.py`` has the formulas of all objectives."""
-    loss = LossConfig(name="grpo", kl_coef=KL_COEF, tis_cap=TIS_CAP)
+    """Of GRPO with a KL term and an entropy bonus; ``rl/test_objectives.py`` has the formulas of
+    all objectives."""
+    bonus = EntropyConfig(coef=ENTROPY_COEF)
+    loss = LossConfig(name="grpo", kl_coef=KL_COEF, tis_cap=TIS_CAP, entropy=bonus)
     config = config_for(policy, LayoutConfig(tp=2, dp=1), loss, 64, distributed=True)
     metrics, moved, plan = ranks.run(2, update, config, 0.97)[0]
 
@@ -130,7 +132,9 @@ def test_update_equals_the_formula(ranks: RankPool, policy: Path) -> None:
     def terms(row: int, sample: int, own: torch.Tensor) -> tuple[float, torch.Tensor]:
         reference = log_distributions(other, groups[row], sample).detach()
         difference = chosen(reference - own, groups[row].completions[sample])
-        return advantages[row, sample], KL_COEF * (difference.exp() - difference - 1)
+        divergence = difference.exp() - difference - 1
+        entropy = -(own.exp() * own).sum(dim=-1)
+        return advantages[row, sample], KL_COEF * divergence - ENTROPY_COEF * entropy
 
     expected = objective(plan, metadata, groups, model, terms)
     expected.backward()

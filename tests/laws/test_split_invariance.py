@@ -17,7 +17,14 @@ from typing import Any, Literal
 import pytest
 from safetensors.torch import load_file
 
-from megatron_dppo.config import CompletionPruningConfig, Config, LayoutConfig, LossConfig, replace
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    EntropyConfig,
+    LayoutConfig,
+    LossConfig,
+    replace,
+)
 from megatron_dppo.rl.types import Group, Ints, StepMetadata, StepPlan
 from megatron_dppo.sft import sft
 from tests.bridge.directories import SMOLLM2, Sizes, write_llama, write_qwen2, write_qwen3_moe
@@ -161,6 +168,7 @@ PLAIN = ("dp2", "cp2", "ep2 dp2")
 """Layouts also tried with the plain optimizer, which sums gradients in another way."""
 GRPO = LossConfig(name="grpo", kl_coef=0.1, tis_cap=2.0)
 DAPO = LossConfig(name="dapo", tis_cap=2.0)
+BONUS = LossConfig(name="dapo", entropy=EntropyConfig(coef=0.3))
 EXPERTS = partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=8)
 HYBRID = partial(write_family, architecture="Qwen3_5ForCausalLM")
 HYBRID_EXPERTS = partial(write_family, architecture="Qwen3_5MoeForCausalLM")
@@ -210,6 +218,7 @@ def row(
             loss=DAPO,
             share="off",
         ),
+        row("entropy bonus", write_policy, "tp2 sp", "pp2 vpp2", "cp2", "dp2", loss=BONUS),
         row("Qwen2.5", partial(write_qwen2, sizes=Sizes(vocab_size=VOCAB)), "tp2 sp"),
         row("SmolLM2", partial(write_llama, sizes=SMOLLM2), "tp3 sp"),
         row("Qwen3-MoE", EXPERTS, "ep2 dp2", marks=pytest.mark.quick),

@@ -20,12 +20,14 @@ from megatron_dppo.config import (
     CompletionPruningConfig,
     Config,
     DistillationConfig,
+    EntropyConfig,
     PackConfig,
     PromptPruningConfig,
 )
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import compute_group_advantages
 from megatron_dppo.rl.losses import compute_token_losses
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
@@ -51,6 +53,8 @@ WINDOW = np.arange(PROMPTS)
 EVERYTHING = Selection(WINDOW, np.ones(PROMPTS), window=PROMPTS)
 TEACHER = DistillationConfig(teacher="T", coef=0.5)
 ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
+BONUS = EntropyConfig(coef=0.5)
+GDPO = {"advantage": "gdpo", "reward_weights": {"right": 1.0, "short": -0.5}}
 LAYOUT = {"replicas": 2, "align": 2}
 RATIOS = [0.3, 1.0]
 """Mean and deviation of a teacher's log-ratios, as a planner may guess them: no guess makes a
@@ -91,6 +95,8 @@ class World:
     taught: Bools = field(default_factory=lambda: np.zeros(PROMPTS, bool))
     """Prompts to which the reference is a teacher."""
     truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
+    short: Floats = field(default_factory=lambda: np.eye(PROMPTS, SAMPLES, 1))
+    """A second reward."""
 
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
@@ -112,6 +118,7 @@ class World:
             score_norms=np.array(norms),
             log_ratios=np.tile(self.taught[ids, None, None] * RATIOS, (SAMPLES, 1)),
             truncated=self.truncated[ids],
+            parts={"reward/right": self.rewards[ids], "reward/short": self.short[ids]},
         )
 
 
@@ -144,7 +151,10 @@ def world() -> World:
     earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [1, 0, 0, 1]], dtype=float)
     advantages = compute_group_advantages(earlier, normalise=True)
     squares, tokens = (advantages**2).sum(axis=1), np.array([2.0, 3.0, 4.0, 5.0])
-    world.history.evaluate_and_update(Outcomes(np.arange(4), earlier, advantages, squares, tokens))
+    equal = find_equal_groups(earlier)
+    world.history.evaluate_and_update(
+        Outcomes(np.arange(4), earlier, advantages, squares, tokens, equal)
+    )
     return world
 
 
@@ -190,6 +200,8 @@ def gradient(
         )
         coef = config.loss.distillation_coef * torch.from_numpy(world.taught[prompt[rows]])
         divergence = (own.exp() * (own - teacher.detach())).sum(dim=1)
+        entropy = -(own.exp() * own).sum(dim=1)
+        losses = losses - config.loss.entropy.coef * entropy
         total = total + ((losses + coef * divergence) * torch.from_numpy(pack.scale)).sum()
     if total.requires_grad:
         total.backward()
@@ -238,8 +250,15 @@ def full_gradient(world: World, config: Config) -> torch.Tensor:
         with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1)
     )
     (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
+    assert_complete(whole, config, PROMPTS)
     left = np.where(world.truncated[whole.group, whole.completion], 0.0, whole.scale)
     return gradient(world, config, metadata, replace(whole, scale=left))
+
+
+def assert_complete(whole: MinibatchPlan, config: Config, prompts: int) -> None:
+    """With a KL term or an entropy bonus, completions without an advantage have a gradient."""
+    if config.loss.kl_coef or config.loss.entropy.coef:
+        assert len(whole.group) == prompts * SAMPLES
 
 
 def relative_error(world: World, config: Config) -> float:
@@ -264,10 +283,14 @@ def with_rules(config: Config, **rules: object) -> Config:
         ("neyman", "neyman", {"name": "rloo", "mask_below": 0.2, "mask_above": 3.0}),
         ("neyman", "neyman", {"name": "dr_grpo", "trust_region": "tv"}),
         ("none", "neyman", {"name": "reinforce_pp"}),
+        ("none", "neyman", {"name": "dr_grpo", **GDPO}),
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
+        ("neyman", "neyman", {"name": "dr_grpo", "tis_cap": 2.0, "tis_level": "prefix"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("threshold", "neyman", {"name": "gspo"}),
         ("neyman", "neyman", {"name": "grpo", "keep": "auto"}),
+        ("neyman", "neyman", {"name": "grpo", "entropy": BONUS}),
+        ("none", "neyman", {"name": "dapo", "entropy": BONUS}),
     ],
 )
 def test_expected_pruned_gradient_is_the_full_gradient(world, prompts, completions, loss):
@@ -330,9 +353,26 @@ def test_bad_predictor_does_not_bias_the_gradient(world, squares):
     assert relative_error(foretold, settings("neyman", "neyman", name="grpo")) < 1e-6
 
 
-def test_paper_rule_is_unbiased_over_all_of_its_masks(world):
-    small = replace(world, rewards=np.where(WINDOW[:, None] < 2, world.rewards, 0.0))
-    assert relative_error(small, settings("none", "threshold", name="dapo")) < 1e-6
+@pytest.mark.parametrize("loss", [{}, {"entropy": BONUS}])
+def test_paper_rule_is_unbiased_over_all_of_its_masks(world, loss):
+    """With a bonus also in groups of equal rewards, here of two prompts instead of five."""
+    rewards = np.where(WINDOW[:, None] < 2, world.rewards, 0.0)
+    rows = np.array([0, 3]) if loss else WINDOW
+    small = replace(world, rewards=rewards)
+    everything = replace(
+        EVERYTHING, prompt_ids=rows, inclusion=np.ones(len(rows)), window=len(rows)
+    )
+    config = settings("none", "threshold", name="dapo", **loss)
+    metadata = small.metadata(everything)
+    expected = sum(
+        drawn * gradient(small, config, metadata, step.minibatches[0])
+        for step, drawn in all_plans(metadata, config, **LAYOUT)
+    )
+    unpruned = with_rules(config, completions=CompletionPruningConfig(rule="none"))
+    (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
+    assert_complete(whole, config, len(rows))
+    full = gradient(small, config, metadata, whole)
+    assert float((expected - full).norm() / full.norm()) < 1e-6
 
 
 BIASED = [

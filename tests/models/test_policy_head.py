@@ -43,21 +43,27 @@ def case(
 
 
 def naive(
-    data: Case, vocab: int, temperature: float
+    data: Case, vocab: int, temperature: float, bonus: float = 0.0
 ) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
-    """Return scores, and the gradients of hidden states and weight."""
+    """Return scores, and the gradients of hidden states and weight; ``bonus``: factor of the
+    entropies in the loss."""
     hidden, weight = (tensor.double().requires_grad_() for tensor in data[:2])
     _, _, targets, grad = data
     logprobs = torch.log_softmax(hidden @ weight[:vocab].t() / temperature, dim=-1)
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     probabilities = logprobs.exp()
-    (chosen * grad).sum().backward()
     entropy = -(probabilities * logprobs).sum(dim=1)
+    (chosen * grad + bonus * entropy * grad.flip(0)).sum().backward()
     return HeadOutput(chosen.detach(), entropy.detach()), hidden.grad, weight.grad
 
 
 def ours(
-    data: Case, vocab: int, temperature: float, chunk_mib: int = 64, group: Any = None
+    data: Case,
+    vocab: int,
+    temperature: float,
+    chunk_mib: int = 64,
+    group: Any = None,
+    bonus: float = 0.0,
 ) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
     hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
     _, _, targets, grad = data
@@ -70,7 +76,10 @@ def ours(
         tp_group=group,
         chunk_mib=chunk_mib,
     )
-    (output.logprobs * grad).sum().backward()
+    total = (output.logprobs * grad).sum()
+    if bonus:
+        total = total + bonus * (output.entropy * grad.flip(0)).sum()
+    total.backward()
     return HeadOutput(*(field.detach() for field in output.present)), hidden.grad, weight.grad
 
 
@@ -79,17 +88,40 @@ def assert_equal(left: tuple[Any, ...], right: tuple[Any, ...], tolerance: float
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("bonus", [0.0, 0.7])
 @pytest.mark.parametrize(("temperature", "padding"), [(0.6, 61), (1.7, 0)])
-def test_scores_and_gradients_equal_the_naive_head(temperature: float, padding: int) -> None:
+def test_scores_and_gradients_equal_the_naive_head(
+    temperature: float, padding: int, bonus: float
+) -> None:
     data = case(positions=37, vocab=451, rows=451 + padding)
-    assert_equal(ours(data, 451, temperature), naive(data, 451, temperature))
+    assert_equal(ours(data, 451, temperature, bonus=bonus), naive(data, 451, temperature, bonus))
 
 
-def test_chunks_change_nothing() -> None:
+@pytest.mark.parametrize("bonus", [0.0, 0.7])
+def test_chunks_change_nothing(bonus: float) -> None:
     data = case(
         positions=50, vocab=40_000, rows=40_064
     )  # chunks of 3 forward and 6 backward, or one of all
-    assert_equal(ours(data, 40_000, 0.8, chunk_mib=1), ours(data, 40_000, 0.8, chunk_mib=256))
+    few, many = (ours(data, 40_000, 0.8, chunk_mib, bonus=bonus) for chunk_mib in (256, 1))
+    assert_equal(few, many)
+
+
+def test_entropy_alone_has_a_gradient() -> None:
+    """By finite differences, without the log-probabilities."""
+    hidden, weight, targets, _ = (each.double() for each in case(3, 451, 512))
+    settings = {"vocab_size": 451, "temperature": 0.8, "tp_group": None, "chunk_mib": 64}
+
+    def total(states: torch.Tensor) -> torch.Tensor:
+        return score_responses(states.float(), weight.float(), targets.long(), **settings).entropy
+
+    hidden.requires_grad_()
+    (found,) = torch.autograd.grad(total(hidden).sum(), hidden)
+    with torch.no_grad():
+        for place in ((0, 0), (1, 5), (2, 23)):
+            step = torch.zeros_like(hidden)
+            step[place] = 0.05
+            slope = (total(hidden + step) - total(hidden - step)).double().sum() / 0.1
+            torch.testing.assert_close(slope, found[place].double(), rtol=5e-3, atol=1e-3)
 
 
 def test_entropy_of_certain_tokens_is_exact() -> None:
@@ -140,14 +172,16 @@ def test_no_tensor_is_larger_than_a_chunk_forward_or_backward() -> None:
     assert largest.elements <= max(MIB // 4, data[1].numel())
 
 
-def score_in_parts(rank: int, size: int, vocab: int, positions: int) -> tuple[Any, ...]:
+def score_in_parts(
+    rank: int, size: int, vocab: int, positions: int, bonus: float = 0.0
+) -> tuple[Any, ...]:
     """Return this rank's scores, the sum over ranks of the hidden states' gradient, and the
     weight's gradient."""
     data = case(positions=positions, vocab=vocab, rows=128)
     hidden, weight, targets, grad = data
     part = weight.chunk(size)[rank]
     scores, hidden_grad, weight_grad = ours(
-        (hidden, part, targets, grad), vocab, 0.8, 1, dist.group.WORLD
+        (hidden, part, targets, grad), vocab, 0.8, 1, dist.group.WORLD, bonus
     )
     dist.all_reduce(hidden_grad)
     return scores, hidden_grad, weight_grad
@@ -155,14 +189,15 @@ def score_in_parts(rank: int, size: int, vocab: int, positions: int) -> tuple[An
 
 def test_vocabulary_over_two_ranks_equals_one(ranks: RankPool) -> None:
     """Without padding, with padding, with a rank without tokens, and without positions."""
-    cases = ((128, 30), (101, 30), (50, 30), (101, 0))
+    cases = ((128, 30), (101, 30), (50, 30), (101, 0), (101, 30, 0.7), (50, 30, 0.7))
     assert_parts_equal(cases, ranks.in_turn(2, *((score_in_parts, *each) for each in cases)))
 
 
-def assert_parts_equal(cases: Sequence[tuple[int, int]], results: Iterable[Sequence[Any]]) -> None:
+def assert_parts_equal(cases: Sequence[tuple[Any, ...]], results: Iterable[Sequence[Any]]) -> None:
     """Compare results of ``score_in_parts`` with one rank's."""
-    for (vocab, positions), parts in zip(cases, results, strict=True):
-        whole = ours(case(positions=positions, vocab=vocab, rows=128), vocab, 0.8)
+    for (vocab, positions, *bonus), parts in zip(cases, results, strict=True):
+        data = case(positions=positions, vocab=vocab, rows=128)
+        whole = ours(data, vocab, 0.8, 64, None, *bonus)
         weight_grad = torch.cat([part[2] for part in parts])
         for scores, hidden_grad, _ in parts:
             assert_equal((scores, hidden_grad, weight_grad), whole)

@@ -50,9 +50,17 @@ def interpret(ranks: RankPool) -> Interpret:
 
 
 def head(
-    rank: int, size: int, positions: int, vocab: int, rows: int, chunk_mib: int, dtype: torch.dtype
+    rank: int,
+    size: int,
+    positions: int,
+    vocab: int,
+    rows: int,
+    chunk_mib: int,
+    dtype: torch.dtype,
+    bonus: float = 0.0,
 ) -> Any:
-    return ours(case(positions, vocab, rows, dtype=dtype, sharpness=1.0), vocab, 0.8, chunk_mib)
+    data = case(positions, vocab, rows, dtype=dtype, sharpness=1.0)
+    return ours(data, vocab, 0.8, chunk_mib, None, bonus)
 
 
 def test_head_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
@@ -74,8 +82,18 @@ def test_head_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
     assert_equal(many, one)
 
 
+def test_bonus_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
+    """With one chunk, whose kept logits the gradient overwrites, and with several."""
+    data = case(15, 9001, 9088, sharpness=1.0)
+    calls = [(head, 15, 9001, 9088, chunk_mib, torch.float32, 0.7) for chunk_mib in (1, 64)]
+    [results] = interpret(1, *calls)
+    expected = naive(data, 9001, 0.8, 0.7)
+    for found in results:
+        assert_equal(found, expected)
+
+
 def test_kernels_over_two_ranks_equal_operators_on_one(interpret: Interpret) -> None:
-    cases = [(128, 9), (101, 9), (50, 9), (101, 0)]
+    cases = [(128, 9), (101, 9), (50, 9), (101, 0), (101, 9, 0.7)]
     results = interpret(2, *((score_in_parts, *each) for each in cases))
     assert_parts_equal(cases, zip(*results, strict=True))
 
@@ -99,6 +117,7 @@ VARIANTS = [
     ("_reduce_logits", {}),
     ("_compute_logit_gradient", {"out": "*bf16"}),
     ("_compute_logit_gradient", {"out": "*fp32"}),
+    ("_compute_logit_gradient", {"out": "*bf16", "HAS_BONUS": True}),
 ]
 REGISTERS = 128
 """Of a thread, at most: 65,536 registers then hold four programs of 128 threads, or two of 256."""
@@ -132,10 +151,11 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
     from megatron_dppo.models import policy_head_triton as kernels
 
     kernel = getattr(kernels, name)
-    constants = {
-        "BLOCK": kernels.SUMMARY_BLOCK if name == "_reduce_logits" else kernels.GRADIENT_BLOCK
-    }
-    types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
+    constants: dict[str, object] = {"BLOCK": kernels.SUMMARY_BLOCK}
+    if name == "_compute_logit_gradient":
+        constants = {"BLOCK": kernels.GRADIENT_BLOCK, "HAS_BONUS": "HAS_BONUS" in variant}
+    tensors = ("logits", "peak", "sums", "normaliser", "gradient", "entropy", "entropy_gradient")
+    types = dict.fromkeys(tensors, "*fp32")
     types |= {
         "targets": "*i64",
         "inverse_temperature": "fp32",

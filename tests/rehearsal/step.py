@@ -309,6 +309,7 @@ def _update(actor: Actor, setup: Setup, packs: Sequence[Pack]) -> None:
         kl_coef=config.loss.kl_coef,
         tis_cap=get_importance_cap(config),
         version=0,
+        entropy_coef=config.loss.entropy.coef or None,
     )
     loss.take_scored()
     last = actor.world.is_last_stage

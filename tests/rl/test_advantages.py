@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo import config as cfg
-from megatron_dppo.config import Config, RolloutConfig
+from megatron_dppo.config import Config, PromptPruningConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import (
     ESTIMATORS,
@@ -21,12 +21,14 @@ from megatron_dppo.rl.advantages import (
     estimate_advantages,
     read_columns,
     register,
+    sum_normalized_rewards,
 )
-from megatron_dppo.rl.numbers import round_rewards
+from megatron_dppo.rl.numbers import find_equal_groups, round_rewards
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import SEGMENT, StepMetadata
 from tests.rl.integration import all_plans
-from tests.rl.plans import step_config, step_metadata
+from tests.rl.plans import plan, step_config, step_metadata
 from tests.rl.tree_toy import LONGEST, PREFIXES, plan_gradient, toy
 
 
@@ -64,6 +66,92 @@ def test_moments_count_each_prompt_once(name: str) -> None:
     assert not found[1:, 4:].any()
     tiny = estimate_advantages(name, 1e-4 * rewards, columns)[..., 0]
     np.testing.assert_allclose(tiny, expected, rtol=1e-12)
+
+
+TWO_REWARDS = {
+    "reward/right": np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 1]]),
+    "reward/short": np.array([[0.0, 1, 0, 0], [0.5, 0.5, np.nan, 0.2], [0, 1, 1, 0]]),
+}
+
+
+def gdpo_config(right: float, short: float, **loss: Any) -> Config:
+    return step_config(advantage="gdpo", reward_weights={"right": right, "short": short}, **loss)
+
+
+def gdpo_metadata(parts: Mapping[str, np.ndarray] = TWO_REWARDS) -> StepMetadata:
+    rewards = sum(np.nan_to_num(part) for part in parts.values())
+    return step_metadata(*rewards.shape, rewards=rewards, parts=parts)
+
+
+def test_gdpo_normalises_each_reward_by_itself() -> None:
+    """The numbers are TRL 1.16's (multi_objective_aggregation="normalize_then_sum"), computed by
+    ``test_trl.py``'s trainer and multiplied by √(12/11): TRL's last deviation is over one less."""
+    part, config = gdpo_metadata(), gdpo_config(1.0, 0.5)
+    found = compute_advantages(part, config, "gdpo")[..., 0]
+    of_trl = [
+        [1.44337565, 0.28867513, -0.86602539, -0.86602539],
+        [1.33333331, 1.33333331, -0.99999998, -1.66666665],
+        [0.49999999, -0.49999999, -0.49999999, 0.49999999],
+    ]
+    np.testing.assert_allclose(found, of_trl, atol=1e-6)
+    assert find_nonzero_variance_groups(part, config).tolist() == [0, 1, 2], "the sums of row 2"
+
+
+def test_gdpo_has_no_advantage_where_rewards_are_equal_or_cancel() -> None:
+    """Rounding errors are no advantages, even in a minibatch without other advantages."""
+    right = np.array([[0.7, 0.1, 0.4], [0.1 + 0.2, 0.3, 0.15 + 0.15], [np.nan] * 3])
+    part = gdpo_metadata({"reward/right": right, "reward/short": 0.3 * right})
+    config = gdpo_config(1.0, -1.0)
+    assert not compute_advantages(part, config, "gdpo").any()
+    assert not len(find_nonzero_variance_groups(part, config))
+    kept = gdpo_config(1.0, 1.0)
+    assert find_nonzero_variance_groups(part, kept).tolist() == [0]
+
+
+def test_equal_sums_of_unequal_rewards_are_trained_on() -> None:
+    """By the draws of completions, and by rules that replace groups without variance."""
+    part = gdpo_metadata()
+    assert find_equal_groups(part.rewards).tolist() == [False, False, True]
+    for prompts in ("none", "dynamic_sampling"):
+        config = gdpo_config(1.0, 0.5)
+        pruning = cfg.replace(config.pruning, prompts=PromptPruningConfig(rule=prompts))
+        (minibatch,) = plan(part, cfg.replace(config, pruning=pruning)).minibatches
+        assert 2 in minibatch.group
+
+
+def measure_bias_of_pruned_prompts(repeats: int) -> float:
+    """Return the relative bias of Σ A·(the sum of normalised rewards)/π, over all draws of 5 ·
+    ``repeats`` prompts."""
+    two = np.random.default_rng(3).integers(0, 2, (2, 5, 4)).astype(float)
+    rewards, inclusion = np.tile(two, (1, repeats, 1)), np.tile(np.linspace(0.5, 0.9, 5), repeats)
+    weights = np.array([1.0, 0.5])
+    size = sum_normalized_rewards({"compared": rewards, "weights": weights})
+
+    def estimate(prompts: np.ndarray, pi: np.ndarray) -> float:
+        columns = {"inclusion": pi, "present": np.ones((len(prompts), 4), bool)}
+        columns |= {"compared": rewards[:, prompts], "weights": weights}
+        found = estimate_advantages("gdpo", rewards[0, prompts], columns)[..., 0]
+        return float((found * size[prompts] / pi[:, None]).sum())
+
+    expected = 0.0
+    for draw in itertools.product((False, True), repeat=len(inclusion)):
+        probability = np.where(draw, inclusion, 1.0 - inclusion).prod()
+        expected += probability * estimate(np.flatnonzero(draw), inclusion[list(draw)])
+    everything = np.arange(len(inclusion))
+    return expected / estimate(everything, np.ones(len(everything))) - 1.0
+
+
+def test_bias_of_gdpo_with_pruned_prompts_falls_with_their_number() -> None:
+    """The minibatch's deviation is estimated from the prompts rolled out, each with weight 1/π."""
+    few, more = (measure_bias_of_pruned_prompts(repeats) for repeats in (1, 2))
+    assert -0.01 < few < -0.003
+    assert 1.7 < few / more < 3.0
+
+
+def test_reward_without_values_is_refused() -> None:
+    config = step_config(advantage="gdpo", reward_weights={"right": 1.0, "shrot": 1.0})
+    with pytest.raises(UserError, match=r"reward_weights = shrot: no completion.*right, short"):
+        plan(gdpo_metadata(), config)
 
 
 SAMPLES = 3

@@ -123,7 +123,7 @@ def test_overflow_of_a_ratio_is_no_nan(name: str, advantage: float):
     assert advantage or (gradient == 0.0).all()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
 def test_weight_of_an_overflowing_ratio_is_finite_without_a_cap(level: str):
     objective = replace(GRPO, mask_below=0.5, tis_level=level)
     far = log(0.5) - 800

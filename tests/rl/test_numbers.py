@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dppo import api, prune
-from megatron_dppo.config import TreeConfig
+from megatron_dppo.config import Config, TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.advantages import compute_group_advantages, estimate_advantages
 from megatron_dppo.rl.numbers import (
@@ -20,6 +20,7 @@ from megatron_dppo.rl.numbers import (
     as_mask,
     as_number,
     as_truth,
+    find_equal_groups,
     is_right,
     round_rewards,
 )
@@ -147,19 +148,23 @@ def test_rounding_makes_no_mixed_group() -> None:
         groups, np.ones(3), samples=4, segments=2, owner=0, role_rewards=of_roles
     )
     for metadata in (by_user, of_run):
-        assert find_nonzero_variance_groups(metadata).tolist() == [2]
+        assert find_nonzero_variance_groups(metadata, Config()).tolist() == [2]
     assert [len(np.unique(row)) for row in of_run.segments["reward"].reshape(3, -1)] == [1, 1, 2]
 
 
 def test_reward_history_takes_rounding_for_equality() -> None:
     history, ids = PromptHistory(), np.array([1, 2])
     rewards = round_rewards(np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])]))
-    history.update(ids, rewards, compute_group_advantages(rewards, normalise=True))
+    history.update(
+        ids, rewards, compute_group_advantages(rewards, normalise=True), find_equal_groups(rewards)
+    )
     assert history.binary
     assert history.count_equal_visits(ids).tolist() == [1, 0]
     assert history.pool_mean == (6.0 + 1.0) / (8.0 + 2.0), "four right; two right and two wrong"
     equal = round_rewards(EQUAL)
-    history.update(ids[:1], equal, compute_group_advantages(equal, normalise=True))
+    history.update(
+        ids[:1], equal, compute_group_advantages(equal, normalise=True), find_equal_groups(equal)
+    )
     assert not history.binary
     assert history.count_equal_visits(ids[:1]).tolist() == [2]
 
@@ -170,7 +175,7 @@ def test_forecast_takes_rounding_for_equality() -> None:
     for visits, rewards in ((1, [*RIGHT, *(1.0 - RIGHT + ONE_MORE)]), (2, [*EQUAL, *EQUAL])):
         rounded = round_rewards(np.array(rewards))
         known.evaluate_and_update(
-            Outcomes(np.array([0, 1]), rounded, zeros, squares=one, tokens=one)
+            Outcomes(np.array([0, 1]), rounded, zeros, one, one, find_equal_groups(rounded))
         )
         assert known.binary == (visits == 1)
         assert known.count_equal_visits(np.array([0, 1])).tolist() == [visits, visits - 1]

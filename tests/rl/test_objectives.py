@@ -7,16 +7,19 @@ so that some tokens are clipped, truncated or masked and some are not.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config import EntropyConfig, LossConfig
 from megatron_dppo.rl.losses import compute_token_losses
 from megatron_dppo.rl.objectives import (
     OBJECTIVES,
     Aggregation,
+    EntropyBonus,
     compute_kept_fraction,
     compute_overlong_penalty,
     resolve_objective,
@@ -26,6 +29,30 @@ from tests.rl.plans import plan, step_config, step_metadata
 
 SAMPLES, LIMIT = 4, 200
 """Completions of a group; the longest response of ``step_config``."""
+
+
+def test_weight_of_the_entropy_follows_its_target() -> None:
+    """Up by delta after a step with at most the target, and down after one with more, where the
+    bonus is off; never beyond its bounds."""
+    settings = EntropyConfig(coef=0.1, target=0.5, delta=0.04, min_coef=0.05, max_coef=0.2)
+    bonus, weights = EntropyBonus(settings), []
+    for entropy in (0.9, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1, 0.6):
+        weights.append(bonus.weight)
+        bonus.update(entropy)
+        restored = EntropyBonus(settings)
+        restored.load_state_dict(json.loads(json.dumps(bonus.state_dict())))
+        assert restored.weight == bonus.weight
+        bonus = restored
+    assert weights == pytest.approx([0.0, 0.0, 0.0, 0.09, 0.13, 0.17, 0.2, 0.2])
+    assert bonus.weight == 0.0
+    bonus.update(0.5)
+    assert bonus.weight == pytest.approx(0.2)
+
+
+def test_constant_weight_of_the_entropy_stays() -> None:
+    bonus = EntropyBonus(EntropyConfig(coef=0.1))
+    bonus.update(9.0)
+    assert bonus.weight == 0.1
 
 
 def ppo(ratio: Tensor, a: float, low: float = 0.2, high: float = 0.2) -> Tensor:
@@ -82,6 +109,8 @@ def engine_weight(loss: LossConfig, old: Tensor, engine: Tensor) -> Tensor:
     ratio = (old - engine).exp()
     if loss.tis_level == "sequence":
         ratio = ratio.prod().expand(len(old))
+    elif loss.tis_level == "prefix":
+        ratio = ratio.cumprod(0)
     kept = (ratio >= (loss.mask_below or 0.0)) & (ratio <= (loss.mask_above or np.inf))
     return torch.where(kept, ratio.clamp(max=loss.tis_cap or np.inf), 0.0)
 
@@ -111,6 +140,7 @@ def write_normaliser(name: str, metadata: StepMetadata) -> float:
 LOSSES = {
     **{name: LossConfig(name=name) for name in OBJECTIVES},
     "truncated by sequence": LossConfig(name="rloo", tis_cap=1.5, tis_level="sequence"),
+    "truncated by prefix": LossConfig(name="grpo", tis_cap=1.2, tis_level="prefix"),
     "masked by sequence": LossConfig(
         name="grpo", mask_below=0.5, mask_above=3.0, tis_level="sequence"
     ),

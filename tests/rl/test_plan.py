@@ -110,6 +110,7 @@ BRANCHES = (BranchConfig(at=1, children=2),)
         ({}, 0.1, {}, "pruning.max_weight"),
         ({"name": "dapo", "updates_per_rollout": 2}, 0.5, {}, "O(1/prompts)"),
         ({"name": "reinforce_pp_baseline"}, 0.5, {}, "moments"),
+        ({"advantage": "gdpo", "reward_weights": {"all": 1.0}}, 0.5, {}, "advantages by gdpo"),
         ({"name": "dr_grpo"}, 1.0, {"roles": ("solver", "critic")}, "rollout.roles"),
         (
             {"name": "dr_grpo"},
@@ -124,6 +125,7 @@ BRANCHES = (BranchConfig(at=1, children=2),)
 def test_log_names_what_is_biased_or_estimated(loss, inclusion, rollout, note):
     """Once a step, and only where it is."""
     metadata = step_metadata(8, prompt_inclusion=np.full(8, inclusion))
+    metadata = dataclasses.replace(metadata, parts={"reward/all": metadata.rewards})
     segments = np.zeros((8, 8, 2 if rollout else 0), SEGMENT)
     segments["tokens"] = 1
     segments["reward"] = metadata.rewards[..., None]

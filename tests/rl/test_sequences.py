@@ -118,6 +118,7 @@ def test_verifier_is_shown_no_context_twice() -> None:
     [
         (LossConfig(name="gmpo"), "loss.name"),
         (LossConfig(tis_level="sequence", tis_cap=2.0), "loss.tis_level"),
+        (LossConfig(tis_level="prefix", tis_cap=2.0), "loss.tis_level"),
         (LossConfig(replay_routing="rollout"), "loss.replay_routing"),
     ],
 )

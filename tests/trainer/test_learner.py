@@ -25,9 +25,11 @@ from megatron_dppo.trainer.learner import get_importance_cap
 from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.ranks import RankPool
 from tests.rollout.scripted import world_of
-from tests.small_runs import live, rows, small_run, write_run
+from tests.small_runs import die, live, rows, small_run, write_run
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
+NAMES = ("mixed", "half")
+"""Reward functions of ``write_run``."""
 FRESH = 2
 """The one prompt with completions of version 1; all others are of version 0."""
 Part = TypeVar("Part")
@@ -290,3 +292,31 @@ def test_gradients_are_enabled_whatever_a_user_file_sets(
         ranks.run(1, live, config)
     assert rows(tmp_path / "disabled") == rows(tmp_path / "plain")
     assert all(row["train/grad_norm"] > 0.0 for row in rows(tmp_path / "disabled")[1:])
+
+
+def test_adaptive_entropy_and_several_rewards_resume_bit_for_bit(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The entropy of a random policy is below the target: the weight grows after each update, of
+    which a step has two. The first update has no bonus."""
+    folder = write_run(tmp_path / "policy")
+    functions = [f"{{function: {folder / name}.py:compute_score, name: {name}}}" for name in NAMES]
+    own = (
+        "loss.advantage=gdpo",
+        f"reward.function=[{', '.join(functions)}]",
+        "loss.entropy.target=10",
+        "loss.entropy.coef=0.1",
+        "loss.entropy.delta=0.01",
+        "loss.updates_per_rollout=2",
+    )
+    whole, broken = (small_run(folder, tmp_path / name, *own) for name in ("whole", "broken"))
+    ranks.run(1, live, whole)
+    ranks.run(1, die, broken)
+    ranks.run(1, live, broken)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    steps = rows(tmp_path / "whole")[1:]
+    weights = [row["train/entropy_coef"] for row in steps]
+    assert weights == pytest.approx([0.11 + 0.02 * step for step in range(len(steps))])
+    assert all(0.0 < row["train/entropy"] < 10.0 for row in steps)
+    assert any(row["reward/mixed"] != row["reward/half"] for row in steps)
+    assert any(row["prune/kept_prompt_fraction"] < 1.0 for row in steps)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool, SourcePool
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
@@ -195,15 +196,31 @@ def test_step_rolls_out_a_window_of_mixed_groups() -> None:
     seen = roll_out(sampler.select(0), accuracy)
     rounds = 1
     while more := sampler.select_round(0, seen, rounds):
-        missing = WINDOW - len(find_nonzero_variance_groups(seen))
+        missing = WINDOW - len(find_nonzero_variance_groups(seen, Config()))
         assert missing <= len(more.prompt_ids) <= WINDOW
         assert not set(more.prompt_ids) & set(seen.prompt_ids)
         seen = gather_metadata(
             [seen, roll_out(more, accuracy, seed=rounds)], window=seen.window + more.window
         )
         rounds += 1
-    assert len(find_nonzero_variance_groups(seen)) >= WINDOW
+    assert len(find_nonzero_variance_groups(seen, Config())) >= WINDOW
     assert rounds > 1
+
+
+def test_history_compares_the_rewards_of_gdpo_one_by_one() -> None:
+    """The sums of all groups are 1: in even prompts by one reward or the other, in odd prompts by
+    one."""
+    sampler = make_sampler("loss.advantage=gdpo", "loss.reward_weights={right: 1, short: 0.5}")
+    ids = np.arange(WINDOW)
+    right = np.where(ids[:, None] % 2 == 0, np.arange(SAMPLES) % 2, 1.0)
+    parts = {"reward/right": right, "reward/short": 1.0 - right}
+    for _ in range(3):
+        metadata = metadata_of(ids, np.ones(right.shape))
+        sampler.update_history(dataclasses.replace(metadata, parts=parts))
+    history = sampler.history
+    np.testing.assert_array_equal(history.count_equal_visits(ids), np.where(ids % 2, 3, 0))
+    even, odd = (history.expected_square(ids[at::2], group_size=SAMPLES) for at in (0, 1))
+    assert even.min() > odd.max()
 
 
 def test_rounds_end_with_their_limit_the_pool_or_the_rule() -> None:

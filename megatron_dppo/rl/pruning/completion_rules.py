@@ -41,14 +41,14 @@ class CompletionCandidates:
     advantage: Floats
     score: Floats
     """Proxy of the norm of a completion's term in the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt.
-    ``pruning.completions.score`` chooses another; with a teacher, ``compute_magnitudes`` replaces
-    |A|."""
+    ``pruning.completions.score`` chooses another; with a teacher or an entropy bonus,
+    ``compute_magnitudes`` replaces |A|."""
     cost: Floats
     """Tokens of prompt and response."""
     floor: Floats
     """Least inclusion probability, which bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
-    """The gradient is exactly 0: A = 0, no KL term and no teacher, or masked by
+    """The gradient is exactly 0: A = 0, no KL term, entropy bonus or teacher; or masked by
     ``loss.mask_truncated``. Every rule drops these completions, without weighting up the rest."""
 
 

@@ -141,8 +141,9 @@ def compute_completion_terms(
     c = compute_coefficients(objective.aggregation, part.sampled_lengths)
     magnitude = np.where(masked, 0.0, compute_magnitudes(part, advantage, config))
     prompt_inclusion = part.prompt_inclusion[:, None]
-    # A KL term or a teacher gives completions of advantage 0 a gradient, too.
-    rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
+    # A KL term, an entropy bonus or a teacher gives completions of advantage 0 a gradient, too.
+    others = config.loss.kl_coef > 0.0 or config.loss.entropy.is_used
+    rewards_alone = ~part.log_ratios.any(axis=-1) & (not others)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     # The floor 1/(max_weight·π_prompt) bounds the product of both levels' weights by max_weight.
     floor = np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0)
@@ -181,18 +182,20 @@ def describe_bound(config: PruningConfig) -> str | None:
 
 def compute_magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
     """Return the root mean square of the factors of a completion's token scores, [Q, G]; |A|
-    without a teacher.
+    without a teacher or an entropy bonus.
 
     - Teacher on a server: tokens have advantages A + β·log q/p, of mean square (A + β·mean)² +
       (β·deviation)².
     - Whole distribution of a teacher: a token's gradient by the logits is −A·(e_t − p) +
       β·p·(log(p/q) − KL), of assumed size √(A² + β²).
+    - Entropy bonus: β·p·(log p + H) in the token's gradient, with the same assumption.
     """
     # The log-ratios of a whole distribution are unknown until the teacher has read the rollouts:
     # assume size 1 and orthogonal terms. Both terms vanish if the policy is certain, and are
     # therefore multiplied by the norm of the scores. A wrong guess biases no weight.
     pull = config.loss.distillation_coef * part.log_ratios
-    return np.hypot(advantage + pull[..., 0], pull[..., 1])
+    spread = np.hypot(pull[..., 1], config.loss.entropy.coef)
+    return np.hypot(advantage + pull[..., 0], spread)
 
 
 # Coordinates of the pruning statistics' tables are rounded to keep the tables small.

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_dppo.rl.advantages import compute_mean_squares, find_estimator
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
-from megatron_dppo.rl.types import Floats, Ints, Prompt
+from megatron_dppo.rl.types import Bools, Floats, Ints, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Outcomes:
     """Q groups of a step, for comparison with their predictions.
 
         Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3],
-        tokens=[2.5])
+        tokens=[2.5], equal=[False])
 
     is one group with a right and a wrong answer (lists instead of arrays).
     """
@@ -43,6 +43,8 @@ class Outcomes:
     """[Q], Σ_i h_i² without any 1/π; h: proxy of the norm of a completion's term."""
     tokens: Floats
     """[Q], mean generated tokens per completion."""
+    equal: Bools
+    """[Q], False in ``find_nonzero_variance_groups``."""
 
 
 class PromptForecast(PromptHistory):
@@ -59,6 +61,7 @@ class PromptForecast(PromptHistory):
     Args:
         has_teacher: whether a teacher gives every group a gradient, even of equal reward. Then
             E[Σ h²] is the regression alone, over all groups.
+        entropy_coef: weight β of an entropy bonus, which makes each A² in these formulas A² + β².
     """
 
     def __init__(
@@ -67,11 +70,15 @@ class PromptForecast(PromptHistory):
         estimator: str = "grpo",
         *,
         has_teacher: bool = False,
+        entropy_coef: float = 0.0,
     ) -> None:
         super().__init__()
+        # A count of right answers does not give the advantages of several rewards.
+        self.binary = estimator != "gdpo"
         self._features = features
         self._estimator = estimator
         self._has_teacher = has_teacher
+        self._bonus = entropy_coef**2
         self._success = SuccessModel(features.size)
         # No intercept per prompt for sizes and tokens: measured on two visits to a prompt, the
         # residuals beyond the features had no common part.
@@ -91,8 +98,8 @@ class PromptForecast(PromptHistory):
         elif find_estimator(self._estimator).zero_if_equal:
             square = chance.mean()
         else:
-            square = self.compute_mean_square(prompt_ids)
-        return square * self._size.predict(features)
+            square = self.compute_mean_square(prompt_ids) / group_size
+        return (square + self._bonus) * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
         """Return expected generated tokens per completion, [N]; 1 before the first update."""
@@ -129,15 +136,16 @@ class PromptForecast(PromptHistory):
         features = self._features.get(visits.prompt_ids)
         # Sizes enter as logarithms and, without a teacher, divided by mean A²: both must be
         # positive.
-        has_gradient = (visits.advantages != 0.0).any(axis=1) | self._has_teacher
+        has_gradient = (visits.advantages != 0.0).any(axis=1)
+        has_gradient |= self._has_teacher or self._bonus > 0.0
         sized = has_gradient & (visits.squares > 0.0)
         self._success.update(visits.prompt_ids, features, *self._count_successes(visits))
         squares = visits.squares[sized]
         if not self._has_teacher:
-            squares /= (visits.advantages[sized] ** 2).mean(axis=1)
+            squares /= (visits.advantages[sized] ** 2).mean(axis=1) + self._bonus
         self._size.update(features[sized], squares)
         self._tokens.update(features, visits.tokens)
-        self.update(visits.prompt_ids, visits.rewards, visits.advantages)
+        self.update(visits.prompt_ids, visits.rewards, visits.advantages, visits.equal)
 
     def _count_successes(self, visits: Outcomes) -> tuple[Floats, Floats]:
         """Return successes and trials, both [Q]: right answers of all answers; if not ``binary``,
@@ -145,8 +153,7 @@ class PromptForecast(PromptHistory):
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)
             return right.astype(np.float64), np.full(len(right), float(visits.rewards.shape[1]))
-        differ = (visits.rewards != visits.rewards[:, :1]).any(axis=1)
-        return differ.astype(np.float64), np.ones(len(differ))
+        return (~visits.equal).astype(np.float64), np.ones(len(visits.equal))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a resumed run's state for JSON: floats read back bit for bit."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Floats, Ints
+from megatron_dppo.rl.types import Bools, Floats, Ints
 
 DECAY = 0.9
 """Weight that a visit's evidence keeps at the prompt's next visit."""
@@ -81,13 +81,19 @@ class PromptHistory:
         """Number of prompts seen."""
         return len(self._records)
 
-    def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
-        """Add one visit of each of Q prompts: rewards [Q, G], advantages [Q, G] of full groups."""
+    def update(
+        self,
+        prompt_ids: Ints,
+        rewards: Floats,
+        advantages: Floats,
+        equal: Bools,
+    ) -> None:
+        """Add one visit of each of Q prompts: rewards and advantages [Q, G] of full groups;
+        ``equal`` [Q], True for groups without variance of their rewards."""
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square = (advantages**2).sum(axis=1)
         magnitude = np.abs(advantages).mean(axis=1)
-        equal = (rewards == rewards[:, :1]).all(axis=1)
         easy = right == rewards.shape[1]
         if len(prompt_ids):
             self._exploration.update(float(easy.mean()), float((equal & ~easy).mean()))
@@ -149,7 +155,7 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.binary = bool(state["binary"])
+        self.binary = self.binary and bool(state["binary"])
         # A state without "exploration" gets the initial probabilities.
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
         self._records.load_state_dict(state["records"])

@@ -9,6 +9,8 @@ import numpy as np
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
 from megatron_dppo.config.types import Keep
+from megatron_dppo.rl.advantages import read_columns, sum_normalized_rewards
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.types import Ints, StepMetadata
 
 
@@ -66,9 +68,16 @@ def uses_resampling(pruning: PruningConfig) -> bool:
     return rule == "dynamic_sampling" or (rule == "greso" and pruning.resample == "prompts")
 
 
-def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:
-    rewards = metadata.rewards
-    return np.flatnonzero((rewards != rewards[:, :1]).any(axis=1))
+def find_nonzero_variance_groups(metadata: StepMetadata, config: Config) -> Ints:
+    """Return the groups of unequal rewards.
+
+    Under GDPO these are the groups whose normalised rewards do not cancel: equal sums of unequal
+    rewards may have advantages.
+    """
+    values = metadata.rewards
+    if compared := config.compared_rewards:
+        values = sum_normalized_rewards(read_columns(metadata, compared))
+    return np.flatnonzero(~find_equal_groups(values))
 
 
 def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> int:

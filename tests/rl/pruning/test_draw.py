@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.config import DistillationConfig
+from megatron_dppo.config import DistillationConfig, EntropyConfig
 from megatron_dppo.rl.census import Cell
 from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.plan import select_groups
@@ -45,6 +45,18 @@ def outcomes(chances: Floats) -> Iterator[tuple[float, Bools]]:
     for outcome in product((False, True), repeat=chances.size):
         drawn = np.array(outcome).reshape(chances.shape)
         yield float(np.where(drawn, chances, 1.0 - chances).prod()), drawn
+
+
+def test_entropy_bonus_gives_every_completion_a_score():
+    """In groups of equal rewards β·c·norm, elsewhere √(A² + β²)·c·norm; all may be kept."""
+    metadata = step_metadata(2, 3, rewards=np.array([[1.0, 0, 0], [1, 1, 1]]))
+    config = step_config(entropy=EntropyConfig(coef=0.5))
+    candidates, _, c, _ = compute_completion_terms(metadata, config, resolve_objective(config.loss))
+    size = np.sqrt(candidates.advantage**2 + 0.25)
+    np.testing.assert_allclose(candidates.score, size * c * metadata.score_norms)
+    assert not candidates.zero_advantage.any()
+    pruned = draw(metadata, entropy=EntropyConfig(target=0.2))
+    assert (pruned.inclusion[1] > 0.0).all(), "an adaptive weight may be 0 now and grow later"
 
 
 def test_noise_and_saved_tokens_are_estimated_without_bias():

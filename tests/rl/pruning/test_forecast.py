@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.pruning.forecast import (
     WIDEST,
     Outcomes,
@@ -86,7 +87,8 @@ def visits(ids: Ints, rewards: Floats = ROLLED_OUT, **fields: Floats) -> Outcome
     """Return the outcomes of prompts, from tables of rewards and further fields of all prompts."""
     rewards = rewards[ids]
     advantages = compute_group_advantages(rewards, normalise=True)
-    found = Outcomes(ids, rewards, advantages, (advantages**2).sum(axis=1), np.full(len(ids), 20.0))
+    squares, tokens = (advantages**2).sum(axis=1), np.full(len(ids), 20.0)
+    found = Outcomes(ids, rewards, advantages, squares, tokens, find_equal_groups(rewards))
     return replace(found, **{name: table[ids] for name, table in fields.items()})
 
 
@@ -122,6 +124,16 @@ def test_model_predicts_prompts_at_their_first_visit():
 def test_groups_of_equal_reward_count_under_a_teacher():
     """All answers are right. The longer the prompt, the larger the gradients of a group."""
     known, squares = forecast(has_teacher=True), LENGTHS**2
+    learn(known, SEEN, RIGHT, squares=squares)
+    found = expected(known, UNSEEN)
+    assert np.corrcoef(np.log(found), np.log(squares[UNSEEN]))[0, 1] > 0.9
+    assert found.mean() == pytest.approx(squares[UNSEEN].mean(), rel=0.3)
+
+
+def test_groups_of_equal_reward_are_worth_an_entropy_bonus():
+    """All answers are right. The longer the prompt, the larger the gradients of a group."""
+    known = forecast(entropy_coef=0.5)
+    squares = 0.25 * LENGTHS**2
     learn(known, SEEN, RIGHT, squares=squares)
     found = expected(known, UNSEEN)
     assert np.corrcoef(np.log(found), np.log(squares[UNSEEN]))[0, 1] > 0.9

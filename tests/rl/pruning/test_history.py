@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.pruning.history import DECAY, PromptHistory, PromptTable
 
 SOLVED, FAILED = [1, 1, 1, 1], [0, 0, 0, 0]
@@ -17,7 +18,10 @@ def visited(*visits: tuple[int, list[float]], normalise: bool = True) -> PromptH
     for prompt_id, rewards in visits:
         group = np.array([rewards], dtype=float)
         history.update(
-            np.array([prompt_id]), group, compute_group_advantages(group, normalise=normalise)
+            np.array([prompt_id]),
+            group,
+            compute_group_advantages(group, normalise=normalise),
+            find_equal_groups(group),
         )
     return history
 
@@ -56,12 +60,18 @@ def test_history_resumes_bit_for_bit(rewards):
     for _ in range(5):
         group = rng.choice(rewards, (20, 8))
         history.update(
-            rng.permutation(50)[:20], group, compute_group_advantages(group, normalise=True)
+            rng.permutation(50)[:20],
+            group,
+            compute_group_advantages(group, normalise=True),
+            find_equal_groups(group),
         )
     restored.load_state_dict(json.loads(json.dumps(history.state_dict())))
     for known in (history, restored):
         known.update(
-            np.array([3, 99]), np.eye(2), compute_group_advantages(np.eye(2), normalise=True)
+            np.array([3, 99]),
+            np.eye(2),
+            compute_group_advantages(np.eye(2), normalise=True),
+            np.zeros(2, bool),
         )
     ids = np.arange(50)
     assert history.compute_mean_square(ids).tobytes() == restored.compute_mean_square(ids).tobytes()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.numbers import find_equal_groups
 from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import (
     PROMPT_RULES,
@@ -105,7 +106,12 @@ def draw(rule: str, history: PromptForecast) -> Selection:
 def test_selected_prompts_keep_their_order_and_probability(rule):
     rng, history = np.random.default_rng(0), Foretold(np.ones(200), np.ones(200))
     rewards = (rng.random((200, 8)) < rng.random((200, 1))).astype(float)
-    history.update(np.arange(200), rewards, compute_group_advantages(rewards, normalise=True))
+    history.update(
+        np.arange(200),
+        rewards,
+        compute_group_advantages(rewards, normalise=True),
+        find_equal_groups(rewards),
+    )
     magnitude = history.get_last_magnitude(WINDOW)
     expected = np.where((rule == "threshold") & (magnitude < magnitude.mean()), KEEP, 1.0)
     selection = draw(rule, history)
@@ -119,7 +125,12 @@ def test_selected_prompts_keep_their_order_and_probability(rule):
 def test_prompts_of_a_biased_rule_have_no_weight():
     history, rewards = Foretold(np.ones(200), np.ones(200)), np.ones((200, 8))
     for _ in range(3):
-        history.update(np.arange(200), rewards, compute_group_advantages(rewards, normalise=True))
+        history.update(
+            np.arange(200),
+            rewards,
+            compute_group_advantages(rewards, normalise=True),
+            find_equal_groups(rewards),
+        )
     selection = draw("greso", history)
     assert 0 < len(selection.prompt_ids) < 40, "prompts with right answers alone are skipped"
     np.testing.assert_array_equal(selection.inclusion, 1.0)
