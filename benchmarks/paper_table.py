@@ -346,7 +346,9 @@ def draw(found: Mapping[str, dict[str, Any]], out: Path) -> None:
         panels[0].plot(RATIOS, [arm["prune/variance_inflation"] for arm in own], **style)
         by_seed = 100.0 * np.array([arm["held_out"]["by_seed"] for arm in own])
         panels[1].plot(RATIOS, by_seed.mean(axis=1), **style)
-        panels[1].fill_between(RATIOS, by_seed.min(axis=1), by_seed.max(axis=1), alpha=0.12)
+        panels[1].fill_between(
+            RATIOS, by_seed.min(axis=1), by_seed.max(axis=1), color=colour, alpha=0.12
+        )
     panels[0].set_yscale("log", base=2)
     panels[0].yaxis.set_major_formatter("{x:g}")
     panels[0].set_title("variance of the gradient, relative to no pruning", loc="left")
