@@ -56,6 +56,8 @@ from timed_runs import Costs, Run, Store, digest, name_task, points, read_settin
 from word_problems import composed, prepared
 
 from megatron_dppo.data.generators import make_sums
+from megatron_dppo.rl.pruning.completion_rules import find_completion_rule
+from megatron_dppo.rl.pruning.prompt_rules import find_prompt_rule
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/quickstart.yaml"
@@ -315,7 +317,13 @@ def compare(
                 "gain_reach": gain_reach,
                 "by_seed": found,
             }
-        for key in ("prune/variance_inflation", "prune/max_weight"):
+        pruning = load_config(CONFIG, arms[name].settings).pruning
+        is_biased = (
+            find_prompt_rule(pruning.prompts.named).biased
+            or find_completion_rule(pruning.completions.named).biased
+        )
+        # A biased rule that happens to drop nothing in a step has an estimate there.
+        for key in () if is_biased else ("prune/variance_inflation", "prune/max_weight"):
             if key in own[0].figures:
                 figures[key] = statistics.fmean(run.figures[key] for run in own)
         table[name] = figures
