@@ -234,14 +234,14 @@ def describe_paper() -> list[tuple[str, str]]:
             f"by {sums.default_over_half.removeprefix('+')} points, on word problems it is not "
             f"({words.default_over_half})",
             f"is {sums.noise['times_faster']:.2f} times faster than GRPO at "
-            f"{sums.gain(sums.noise)} points on sums, and "
-            f"{words.noise['times_faster']:.2f} times at {words.gain(words.noise)} on word",
+            f"{sums.gain(sums.noise)} points, and "
+            f"{words.noise['times_faster']:.2f} times at {words.gain(words.noise)}.",
             f"{sums.variance[2]:.2f} and {words.variance[2]:.2f} times at 0.7, and "
             f"{sums.variance[3]:.1f} and {words.variance[3]:.1f} times at 0.9",
-            f"E of the paper's rule is at most {max(efficiency):.2f} in these tables",
+            f"E of `threshold` is at most {max(efficiency):.2f} in these tables",
             f"take {steps} on sums, instead of 64, and lose {losses}.",
             f"they differ by {words.gain(words.cppo)} and {words.gain(words.greso)}.",
-            f"three leave ± {few:.0f} points, eight leave ± "
+            f"they leave ± {few:.0f} points, eight leave ± "
             f"{100 * sums.rule[1]['held_out']['gain_reach']:.1f}",
             f"16 prompts {sums.half['epochs']:.1f}, GRESO {sums.greso['epochs']:.1f} and "
             f"{words.greso['epochs']:.1f}, and noise 1 {sums.noise['epochs']:.1f}",
