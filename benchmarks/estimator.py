@@ -32,7 +32,7 @@ from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import load_function, wrap_function
-from megatron_dppo.rl.advantages import compute_group_advantages, estimate_advantages, read_columns
+from megatron_dppo.rl.advantages import estimate_advantages, read_columns
 from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.completion_rules import register
 from megatron_dppo.rl.pruning.draw import prune_minibatch
@@ -259,30 +259,6 @@ def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Dra
     return at(high) if abs(share - budget) <= TOLERANCE * budget else None
 
 
-def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
-    """Return Pearson's correlations of the true norms ‖Σ_t ∇log p_t‖ with each proxy, over
-    completions with an advantage.
-
-    Args:
-        stage: the measured stage.
-        weighed: whether to weight norms and proxies by |A|/L, as in the sums of ``seq_mean``;
-            ``advantage`` is then the constant proxy 1.
-    """
-    metadata = stage.metadata
-    live = np.ptp(metadata.rewards, axis=1) > 0.0
-    lengths = metadata.response_lengths.astype(np.float64)
-    plain = {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
-    proxies = {"engine": metadata.score_norms, **plain}
-    share = np.ones_like(lengths)
-    if weighed:
-        share = np.abs(compute_group_advantages(metadata.rewards, normalise=True)) / lengths
-    norms = (share * stage.unit_norms)[live].ravel()
-    return {
-        name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1])
-        for name, proxy in proxies.items()
-    }
-
-
 def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, object]:
     """Return the errors' ratio of each objective, stage and budget that is feasible for both rules,
     and the geometric mean of all ratios."""
@@ -332,8 +308,6 @@ def main() -> None:
                     "sampling_noise": {
                         objective: Window(stage, objective).sampling_noise for objective in HELD
                     },
-                    "correlation_with_true_norms": correlations(stage, weighed=False),
-                    "correlation_of_terms": correlations(stage, weighed=True),
                 }
             )
     default = neyman_over_threshold(rows, 5.0)

@@ -56,6 +56,8 @@ from timed_runs import Costs, Run, Store, digest, name_task, points, read_settin
 from word_problems import composed, prepared
 
 from megatron_dppo.data.generators import make_sums
+from megatron_dppo.rl.pruning.completion_rules import find_completion_rule
+from megatron_dppo.rl.pruning.prompt_rules import find_prompt_rule
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/quickstart.yaml"
@@ -315,7 +317,13 @@ def compare(
                 "gain_reach": gain_reach,
                 "by_seed": found,
             }
-        for key in ("prune/variance_inflation", "prune/max_weight"):
+        pruning = load_config(CONFIG, arms[name].settings).pruning
+        is_biased = (
+            find_prompt_rule(pruning.prompts.named).biased
+            or find_completion_rule(pruning.completions.named).biased
+        )
+        # A biased rule that happens to drop nothing in a step has an estimate there.
+        for key in () if is_biased else ("prune/variance_inflation", "prune/max_weight"):
             if key in own[0].figures:
                 figures[key] = statistics.fmean(run.figures[key] for run in own)
         table[name] = figures
@@ -346,7 +354,9 @@ def draw(found: Mapping[str, dict[str, Any]], out: Path) -> None:
         panels[0].plot(RATIOS, [arm["prune/variance_inflation"] for arm in own], **style)
         by_seed = 100.0 * np.array([arm["held_out"]["by_seed"] for arm in own])
         panels[1].plot(RATIOS, by_seed.mean(axis=1), **style)
-        panels[1].fill_between(RATIOS, by_seed.min(axis=1), by_seed.max(axis=1), alpha=0.12)
+        panels[1].fill_between(
+            RATIOS, by_seed.min(axis=1), by_seed.max(axis=1), color=colour, alpha=0.12
+        )
     panels[0].set_yscale("log", base=2)
     panels[0].yaxis.set_major_formatter("{x:g}")
     panels[0].set_title("variance of the gradient, relative to no pruning", loc="left")

@@ -4,8 +4,8 @@ batches.
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
 
 The design was fixed before the first run. Later changes: the default pruning changed twice, and
-``default`` was tuned again each time; TRL's arms were added; the accuracy for word problems changed
-once, after 21 tuning runs.
+``default`` was tuned again each time; the accuracy for word problems changed once, after 21 tuning
+runs.
 
 - All arms start from the task's warmed-up policy, and differ in ``pruning.*``, in prompts per step
   and in the constant learning rate. The result is the time until held-out accuracy reaches
@@ -27,10 +27,6 @@ once, after 21 tuning runs.
   seconds of all runs in the store, so that other work on the machine affects no single arm.
   ``costs.error`` is the mean relative error between two evaluations. Evaluations, checkpoints and
   start-up do not count.
-- **TRL's** GRPOTrainer has separate arms, tuned in the same way, with one thread and in processor
-  seconds. ``over_trl`` compares TRL's best arm with our best pruned arm, seed by seed, in runs at
-  the same time (``--jobs 2``), except for runs already in the store. Our runs count in wall-clock
-  seconds, never less than processor seconds.
 - Each arm is evaluated after every twentieth of the arm's work, on 400 word
   problems or 200 sums; accuracy is interpolated between evaluations.
 
@@ -53,20 +49,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from against_trl import SAMPLES, trl_python
-from against_trl import Arm as Process
 from arms import UNPRUNED, neyman, pruning
 from harness import arguments, finish, mean_and_reach, paired_ratio
 from timed_runs import (
     Costs,
     Point,
     Run,
-    Settings,
     Store,
     name_task,
     points,
     read_settings,
-    seconds_to,
     train,
 )
 from word_problems import prepared
@@ -81,15 +73,9 @@ TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
 EQUAL_NOISE = "prompts 0.85, tokens auto, weights to 10, noise 1"
 """Not tuned; has the prompts of the best unpruned batch."""
-BESIDE_TRL = "beside TRL: "
-"""Prefix of our arm, in runs at the same time as TRL's."""
 QUICKSTART = Path("configs/quickstart.yaml")
-WARM_UP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
-"""Learning rate schedule of the quickstart."""
 PROBLEMS = 400
 """Most held-out problems per evaluation; the quickstart holds out 200 sums."""
-TRL_BATCH = 32
-"""Sequences per forward and backward pass of TRL: 16, 64 and 128 took the same time within 5%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +91,6 @@ class Arm:
     """Middle of the first three learning rates."""
     settings: tuple[str, ...]
     """``pruning.*``"""
-    by_trl: bool = False
 
 
 ALL_PROMPTS = {
@@ -138,14 +123,8 @@ ARMS: dict[str, Arm] = ALL_PROMPTS | {
     ),
     "DAPO: dynamic_sampling, 32 prompts": Arm(32, 0.8, 1.5e-4, pruning("dynamic_sampling")),
 }
-TRL = {
-    f"TRL, {n} prompts": Arm(n, n / 32, lr, (), by_trl=True)
-    for n, lr in ((32, 1.5e-4), (16, 1e-4), (8, 6.7e-5))
-}
-ALL = ARMS | TRL
 ON_SUMS_ALONE = {
-    *TRL,
-    *(name for name in ARMS if name.startswith(("prompts 0.7", "DPPO: threshold, r 0.3"))),
+    name for name in ARMS if name.startswith(("prompts 0.7", "DPPO: threshold, r 0.3"))
 }
 ON_WORD_PROBLEMS_ALONE = {name for name in ARMS if name.startswith("DPPO: threshold, r 0.15")}
 
@@ -158,9 +137,6 @@ class Task:
     settings: Sequence[str]
     accuracy: float
     """Target accuracy."""
-    max_response_tokens: int
-    folder: Path
-    """Folder of TRL's problems, ``train.jsonl`` and ``held_out.jsonl``."""
     version: str
     """Name of problems and policy in the store."""
 
@@ -172,7 +148,7 @@ class Task:
             made = prepared(folder)
             # Two first runs went from 24.5% to 74.5%.
             version = name_task("word problems", folder)
-            return cls(made.policy, made.settings, 0.695, 96, folder, version)
+            return cls(made.policy, made.settings, 0.695, version)
         folder.mkdir(parents=True, exist_ok=True)
         train, held_out = make_sums(load_config(str(QUICKSTART), ()).data.arithmetic)
         for file, sums in (("train", train), ("held_out", held_out[:PROBLEMS])):
@@ -180,7 +156,7 @@ class Task:
             (folder / f"{file}.jsonl").write_text("\n".join(rows), encoding="utf-8")
         # scripts/quickstart.sh makes the policy. The first run went from 10.5% to 86%.
         policy = Path("runs/quickstart/warm")
-        return cls(policy, ("layout.tp=1",), 0.78, 64, folder, name_task("sums", folder))
+        return cls(policy, ("layout.tp=1",), 0.78, name_task("sums", folder))
 
 
 class Measurement:
@@ -192,8 +168,8 @@ class Measurement:
         default = Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
         self.store = Store(options.store or default)
         left_out = ON_WORD_PROBLEMS_ALONE if options.task == "sums" else ON_SUMS_ALONE
-        wanted = options.arms or ALL.keys() - left_out
-        self.arms = {name: arm for name, arm in ALL.items() if name in wanted}
+        wanted = options.arms or ARMS.keys() - left_out
+        self.arms = {name: arm for name, arm in ARMS.items() if name in wanted}
         self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
         self.pool = ThreadPoolExecutor(options.jobs)
 
@@ -201,7 +177,7 @@ class Measurement:
         return math.ceil(self.options.steps / own.cost)
 
     def words(self, own: Arm, lr: float) -> list[str]:
-        """Return the overrides of a training by us."""
+        """Return the overrides of a training."""
         steps = self.steps(own)
         return [
             *self.task.settings,
@@ -214,100 +190,42 @@ class Measurement:
             *own.settings,
         ]
 
-    def find(self, own: Arm, lr: float, seed: int, beside: str = "") -> Run | None:
-        """Return the stored run with these settings."""
-        return self.store.find(self.task.version + beside, seed, self.settings(own, lr))
-
-    def settings(self, own: Arm, lr: float) -> Settings:
-        """Return the key of a training in the store."""
-        if own.by_trl:
-            return {f"trl.{key}": value for key, value in self.build_request(own, lr).items()}
-        return read_settings(str(self.options.config), tuple(self.words(own, lr)))
-
     def run(self, name: str, own: Arm, lr: float, seed: int, *, whole: bool = False) -> Run:
         """Return the stored run, or train. Unless ``whole``, a training ends once the accuracy is
         reached."""
-        beside = ", beside TRL" if name.startswith(BESIDE_TRL) else ""
-        found = self.find(own, lr, seed, beside)
+        words = self.words(own, lr)
+        settings = read_settings(str(self.options.config), tuple(words))
+        found = self.store.find(self.task.version, seed, settings)
         if found and (not whole or found.points[-1].step == self.steps(own)):
             return found
+
+        def has_reached(rows: Sequence[dict[str, float]]) -> bool:
+            accuracies = (row.get("eval/accuracy", 0.0) for row in rows)
+            return any(accuracy >= self.task.accuracy for accuracy in accuracies)
+
         folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
-        train = self.by_trl if own.by_trl else partial(self.by_us, whole=whole)
-        rows = train(own, lr, seed, folder)
-        task = self.task.version + beside
-        run = Run(task, name, seed, self.settings(own, lr), list(points(rows)))
-        if len(run.points) < 2:
-            raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
+        stop = None if whole else has_reached
+        rows = train(self.options.config, [*words, f"run.seed={seed}"], folder, stop)
+        run = Run(self.task.version, name, seed, settings, list(points(rows)))
         self.store.add(run)
         shutil.rmtree(folder, ignore_errors=True)
         accuracies = [f"{point.accuracy:.2f}" for point in run.points]
         print(name, f"{lr:g}", seed, *accuracies, file=sys.stderr, flush=True)
         return run
 
-    def by_us(
-        self, own: Arm, lr: float, seed: int, folder: Path, *, whole: bool
-    ) -> list[dict[str, float]]:
-        def has_reached(rows: Sequence[dict[str, float]]) -> bool:
-            accuracies = (row.get("eval/accuracy", 0.0) for row in rows)
-            return any(accuracy >= self.task.accuracy for accuracy in accuracies)
-
-        words = [*self.words(own, lr), f"run.seed={seed}"]
-        return train(self.options.config, words, folder, None if whole else has_reached)
-
-    def build_request(self, own: Arm, lr: float) -> dict[str, Any]:
-        """Return the request to ``trl_run.py``."""
-        steps = self.steps(own)
-        return {
-            "policy": str(self.task.policy),
-            "pool": str(self.task.folder / "train.jsonl"),
-            "prompts": own.prompts,
-            "samples": SAMPLES,
-            "max_response_tokens": self.task.max_response_tokens,
-            "steps": steps,
-            "lr": lr,
-            "batch": TRL_BATCH,
-            "threads": 1,
-            "reward": "exact",
-            "settings": WARM_UP,
-            "held_out": str(self.task.folder / "held_out.jsonl"),
-            "evaluate_every": max(steps // EVALUATIONS, 1),
-        }
-
-    def by_trl(self, own: Arm, lr: float, seed: int, folder: Path) -> list[dict[str, float]]:
-        """Train with TRL's GRPOTrainer; return a row per step, with processor seconds, and with the
-        accuracy after an evaluation."""
-        asked = self.build_request(own, lr)
-        asked["settings"] = WARM_UP | {"seed": seed}
-        command = [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)]
-        trained = Process("TRL", command, folder.with_suffix(".log"))
-        try:
-            rows = [{"step": 0, "eval/accuracy": trained.heard()["accuracy"]}]
-            for step in range(1, asked["steps"] + 1):
-                trained.take_step()
-                told = trained.steps[-1]
-                rows.append({"step": step, "perf/step_time": told["cpu_seconds"]})
-                if "accuracy" in told:
-                    rows[-1]["eval/accuracy"] = told["accuracy"]
-                    if told["accuracy"] >= self.task.accuracy:
-                        break
-        finally:
-            trained.process.kill()
-        return rows
-
     def run_all(self, wanted: Iterable[tuple[str, Arm, float, int]]) -> list[Run]:
         return list(self.pool.map(lambda each: self.run(*each), wanted))
 
     def costs(self) -> Costs:
-        """Fit costs to the stored runs of ``ARMS`` and ``EQUAL_NOISE``. TRL's runs and the runs
-        beside TRL count measured seconds."""
+        """Fit costs to the stored runs of ``ARMS`` and ``EQUAL_NOISE``."""
         fitted = ARMS.keys() | {EQUAL_NOISE}
         own = (run for run in self.store if run.task == self.task.version)
         return Costs.of(run for run in own if run.arm in fitted)
 
     def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
-        to = seconds_to if ALL[name].by_trl else self.costs().to
+        to = self.costs().to
         return statistics.geometric_mean(
-            to(self.run(name, ALL[name], lr, seed), self.task.accuracy) for seed in seeds
+            to(self.run(name, ARMS[name], lr, seed), self.task.accuracy) for seed in seeds
         )
 
     def sort_rates(self, name: str, rates: Iterable[float], seeds: Sequence[int]) -> list[float]:
@@ -346,7 +264,7 @@ class Measurement:
 
     def tuning(self, name: str) -> dict[str, list[float]]:
         """Return seconds to the accuracy on each tuning seed, by learning rate."""
-        to = seconds_to if name in TRL else self.costs().to
+        to = self.costs().to
         tried: dict[str, list[float]] = {}
         for run in sorted(self.store, key=lambda run: (run.lr, run.seed)):
             if run.arm == name and run.seed in TUNING_SEEDS:
@@ -361,10 +279,9 @@ class Measurement:
         rates = self.tune()
         control = self.best(rates, [name for name in self.arms if name in ALL_PROMPTS])
         like = self.arms[control]
-        own_arms = {name: arm for name, arm in self.arms.items() if not arm.by_trl}
         settings = neyman(0.85, "auto", target_noise=1.0)
         equal_noise = Arm(like.prompts, like.cost, rates[control], settings)
-        arms = own_arms | {EQUAL_NOISE: equal_noise}
+        arms = self.arms | {EQUAL_NOISE: equal_noise}
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
         for seed in seeds:
@@ -384,7 +301,7 @@ class Measurement:
         for name in arms:
             runs[name] = [self.run(name, arms[name], rates[name], seed) for seed in seeds]
             taken[name] = [costs.to(run, self.task.accuracy) for run in runs[name]]
-        fastest = self.best(rates, [name for name in own_arms if name not in ALL_PROMPTS])
+        fastest = self.best(rates, [name for name in self.arms if name not in ALL_PROMPTS])
         pairs = zip(ends[EQUAL_NOISE], ends[control], strict=True)
         mean, reach = mean_and_reach([noisy.accuracy - end.accuracy for noisy, end in pairs])
         control_seconds = [costs.seconds(end) for end in ends[control]]
@@ -401,7 +318,7 @@ class Measurement:
                 "step_s": statistics.fmean(costs.seconds(end) / end.step for end in last),
                 "tuning": self.tuning(name),
             }
-        result: dict[str, Any] = {
+        return {
             "task": self.options.task,
             "accuracy": self.task.accuracy,
             "costs": asdict(costs),
@@ -416,37 +333,6 @@ class Measurement:
                 "seeds": len(further),
             },
             "arms": table,
-        }
-        if len(own_arms) < len(self.arms):
-            result |= self.over_trl(rates, fastest, seeds)
-        return result
-
-    def over_trl(self, rates: dict[str, float], ours: str, seeds: Iterable[int]) -> dict[str, Any]:
-        """Compare TRL's best arm with an arm of ours."""
-        trl = self.best(rates, [name for name in self.arms if name in TRL])
-        beside = BESIDE_TRL + ours
-        trl_runs = []
-        trl_seconds = []
-        our_seconds = []
-        for seed in seeds:
-            pair = (trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)
-            trl_run, our_run = self.run_all(pair)
-            trl_runs.append(trl_run)
-            trl_seconds.append(seconds_to(trl_run, self.task.accuracy))
-            our_seconds.append(seconds_to(our_run, self.task.accuracy))
-        return {
-            "over_trl": paired_ratio(trl_seconds, our_seconds),
-            "trl": {
-                "arm": trl,
-                "lr": rates[trl],
-                "seconds": {
-                    trl: statistics.geometric_mean(trl_seconds),
-                    ours: statistics.geometric_mean(our_seconds),
-                },
-                "seconds_by_seed": trl_seconds,
-                "reached": sum(map(self.reached, trl_runs)),
-                "tuning": {name: self.tuning(name) for name in self.arms if name in TRL},
-            },
         }
 
     def reached(self, run: Run) -> bool:
@@ -464,18 +350,12 @@ def draw(found: dict[str, Any], out: Path) -> None:
     from matplotlib.figure import Figure
 
     taken = {name: arm["seconds_by_seed"] for name, arm in found["arms"].items()}
-    if "trl" in found:
-        taken[found["trl"]["arm"]] = found["trl"]["seconds_by_seed"]
     order = sorted(taken, key=lambda name: -statistics.geometric_mean(taken[name]))
     size = 9, 0.36 * len(order) + 1.1
     figure = Figure(figsize=size, dpi=160, facecolor="white", layout="constrained")
     panel = figure.subplots()
     for row, name in enumerate(order):
-        colour = "#2563eb"
-        if name in TRL:
-            colour = "#16a34a"
-        elif name in ALL_PROMPTS:
-            colour = "#64748b"
+        colour = "#64748b" if name in ALL_PROMPTS else "#2563eb"
         mean = statistics.geometric_mean(taken[name])
         panel.barh(row, mean, color=colour, alpha=0.35, height=0.7)
         panel.plot(taken[name], [row] * len(taken[name]), "o", color=colour, ms=4)
@@ -503,7 +383,7 @@ def main() -> None:
         picture=(Path, "where to draw the seconds of all arms"),
     )
     parser.add_argument("--task", choices=("sums", "word_problems"), default="sums")
-    parser.add_argument("--arms", nargs="+", choices=list(ALL), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), metavar="ARM")
     options = parser.parse_args()
     measurement = Measurement(Task.named(options.task), options)
     try:

@@ -509,6 +509,11 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "paper_sums": partial(
         render_paper, "paper_table.py --jobs 2", "efficiency.py --paper --further 0"
     ),
+    "paper_word_problems": partial(
+        render_paper,
+        "paper_table.py --task word_problems --jobs 2",
+        "efficiency.py --paper --further 0 --task word_problems --prompts 48",
+    ),
     "published": render_published_runs,
     "rehearsed": render_rehearsals,
     "times_sums": partial(render_times, "sums"),
