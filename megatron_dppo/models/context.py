@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from megatron_dppo.models.policy_head import HeadOutput
 
@@ -116,10 +114,32 @@ def gather_responses(
         indices: [r] int64, indices of these tokens, below R.
     """
     there = [name for name, field in part._asdict().items() if field is not None]
-    whole = part.logprobs.new_zeros(len(there), responses).index_copy(
-        1, indices, torch.stack(part.present)
-    )
-    # The backward pass gives each rank the gradient of its r tokens only, so that the loss counts
-    # once.
-    rows = reduce_from_tensor_model_parallel_region(whole, group=group)
+    rows = _GatherTokens.apply(indices, responses, group, *part.present)
     return HeadOutput(**dict(zip(there, rows, strict=True)))
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Sum of the ranks' outputs, each [r], at their places of R tokens, by one collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        indices: torch.Tensor,
+        responses: int,
+        group: dist.ProcessGroup,
+        *part: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(indices)
+        # An output that the loss does not use passes None for the gradient. With zeros, the head
+        # would compute the entropy's gradient in every run.
+        ctx.set_materialize_grads(False)
+        whole = part[0].new_zeros(len(part), responses).index_copy(1, indices, torch.stack(part))
+        dist.all_reduce(whole, group=group)
+        return whole.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Each rank gets the gradient of its r tokens only, so that the loss counts once.
+        (indices,) = ctx.saved_tensors
+        own = [None if each is None else each[indices] for each in gradients]
+        return None, None, None, *own
