@@ -230,11 +230,12 @@ def describe_paper() -> list[tuple[str, str]]:
             f"are {sums.half['times_faster']:.2f} times faster at {sums.gain(sums.half)} points on "
             f"sums, and {words.half['times_faster']:.2f} times at {words.gain(words.half)} on word",
             f"is {sums.default['times_faster']:.2f} times faster at {sums.gain(sums.default)} "
-            f"points, and {words.default['times_faster']:.2f} times at {words.gain(words.default)}.",
+            f"points on sums, and {words.default['times_faster']:.2f} times at "
+            f"{words.gain(words.default)} on word problems.",
             f"by {sums.default_over_half.removeprefix('+')} points, on word problems it is not "
             f"({words.default_over_half})",
             f"is {sums.noise['times_faster']:.2f} times faster than GRPO at "
-            f"{sums.gain(sums.noise)} points, and "
+            f"{sums.gain(sums.noise)} points on sums, and "
             f"{words.noise['times_faster']:.2f} times at {words.gain(words.noise)}.",
             f"{sums.variance[2]:.2f} and {words.variance[2]:.2f} times at 0.7, and "
             f"{sums.variance[3]:.1f} and {words.variance[3]:.1f} times at 0.9",
