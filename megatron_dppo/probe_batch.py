@@ -264,7 +264,7 @@ class Report:
     gains: dict[Pair, Estimate]
     configured: Pair | None
     own: Estimate | None = None
-    """Gain of configured rules other than ``neyman``; None if there are none, or biased."""
+    """Worth of the configured rules; None for ``neyman`` and for biased rules."""
 
     @property
     def seconds(self) -> float:

@@ -222,7 +222,7 @@ def _draw_rollouts(
         candidates,
         pruning.budget,
         rule=pruning.rule,
-        # Time outside of training costs as much as these tokens.
+        # Time outside of training, in tokens trained on.
         generated=cost.sum() * (1.0 / pruning.training_fraction - 1.0),
         seed=[pruning.seed, *indices],
     )

@@ -205,7 +205,7 @@ def launch(
 
 
 def _list_local_mistakes(config: Config) -> Iterator[str]:
-    """Describe what the run lacks on this machine: model, data, the servers' environment."""
+    """Describe missing files of the run on this machine: model, data, servers' environment."""
     environ = assume_server_nodes(config, os.environ)
     servers = []
     # Servers with nodes of their own are checked there, and in a container by the image.

@@ -57,7 +57,7 @@ def compute_logit_gradient(
 ) -> None:
     """Compute :func:`policy_head_torch.compute_logit_gradient`; the logits stay unchanged unless
     ``out``."""
-    # Without a bonus the kernel reads neither of the two pointers.
+    # The kernel reads the two pointers only with a bonus.
     entropy, entropy_gradient = bonus or (gradient, gradient)
     rows, columns = logits.shape
     _compute_logit_gradient[(rows, triton.cdiv(columns, GRADIENT_BLOCK))](
