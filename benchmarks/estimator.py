@@ -200,7 +200,7 @@ def _rules(rule: str, *, max_weight: float = 5.0, **more: object) -> PruningConf
     )
 
 
-def rows_of(stage: Stage, objective: str, draws: int, own: str = "") -> Iterator[Row]:
+def measure_rows(stage: Stage, objective: str, draws: int, own: str = "") -> Iterator[Row]:
     """Yield a row for every estimator at every budget; ``own``: a registered rule."""
     window = Window(stage, objective)
     norms = stage.unit_norms
@@ -297,7 +297,7 @@ def main() -> None:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
         for stage in training_stages(TASKS["sums"], *sizes, options.settings, first_prompts):
             for objective in HELD:
-                rows += rows_of(stage, objective, options.draws, options.rule)
+                rows += measure_rows(stage, objective, options.draws, options.rule)
             rewards = stage.metadata.rewards
             stages.append(
                 {

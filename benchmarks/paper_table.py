@@ -322,7 +322,7 @@ def compare(
             find_prompt_rule(pruning.prompts.named).biased
             or find_completion_rule(pruning.completions.named).biased
         )
-        # A biased rule that happens to drop nothing in a step has an estimate there.
+        # In a step without dropped completions, the run of a biased rule has an estimate, too.
         for key in () if is_biased else ("prune/variance_inflation", "prune/max_weight"):
             if key in own[0].figures:
                 figures[key] = statistics.fmean(run.figures[key] for run in own)
@@ -403,7 +403,7 @@ def main() -> None:
         "cost_error": costs.error,
         "arms": compare(runs, arms, costs, next(iter(arms))),
     }
-    if options.picture:
+    if options.losses and options.picture:
         draw(found["arms"], options.picture)
     finish(found, options)
 

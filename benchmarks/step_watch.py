@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +31,23 @@ class StepWatch:
         self._start: tuple[float, float] | None = None
         self._loaded = 0.0
 
-    def turn(self, more: Callable[[], Mapping[str, object]] = dict) -> None:
-        """Report the last step, or the loaded memory before the first step, with the figures of
-        ``more``. Then wait for the next step."""
+    def turn(self) -> None:
+        """Report the last step, or the loaded memory before the first step. Then wait for the next
+        step."""
         if self._start is None:
             # Restart the peak of resident memory.
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             self._loaded = own_status("VmRSS") / MIB
-            self._say({"loaded_mib": self._loaded, **more()})
+            self._say({"loaded_mib": self._loaded})
         else:
-            self._say(self._step() | more())
+            self._say(self._step())
         if not sys.stdin.readline():
             sys.exit("nobody is left to say when the next step may begin")
         self._start = time.perf_counter(), time.process_time()
 
-    def finish(self, more: Callable[[], Mapping[str, object]] = dict, **figures: object) -> None:
+    def finish(self, **figures: object) -> None:
         """Report the last step."""
-        self._say(self._step() | more() | figures)
+        self._say(self._step() | figures)
 
     def _step(self) -> dict[str, object]:
         wall, processor = self._start or (0.0, 0.0)

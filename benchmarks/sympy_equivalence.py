@@ -68,13 +68,12 @@ def _same(one: Basic, other: Basic) -> bool:
 
 
 def _same_sets(one: FiniteSet, other: FiniteSet) -> bool:
-    def is_in_other(a: Basic) -> bool:
-        return any(_same(a, b) for b in other.args)
+    first = all(_contains(other, member) for member in one.args)
+    return first and all(_contains(one, member) for member in other.args)
 
-    def is_in_one(b: Basic) -> bool:
-        return any(_same(a, b) for a in one.args)
 
-    return all(map(is_in_other, one.args)) and all(map(is_in_one, other.args))
+def _contains(members: FiniteSet, wanted: Basic) -> bool:
+    return any(_same(wanted, member) for member in members.args)
 
 
 def _equal(one: Basic, other: Basic) -> bool:

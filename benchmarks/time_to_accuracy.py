@@ -66,7 +66,6 @@ from word_problems import prepared
 from megatron_dppo.data.generators import make_sums
 from megatron_dppo.settings import load_config
 
-HERE = Path(__file__).parent
 FACTOR = 1.5
 """Ratio of neighbouring learning rates."""
 TUNING_SEEDS = 101, 102

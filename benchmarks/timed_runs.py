@@ -37,7 +37,7 @@ class Point:
     trained: float = 0.0
     """Tokens trained on."""
     measured: float = 0.0
-    """Wall-clock seconds; processor seconds in TRL's runs."""
+    """Wall-clock seconds."""
     considered: float = 0.0
     """Prompts of the windows, pruned or not; 0 in runs stored before this was counted."""
 
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def lr(self) -> float:
-        return float(self.settings.get("optimizer.lr", self.settings.get("trl.lr", math.nan)))
+        return float(self.settings.get("optimizer.lr", math.nan))
 
     @classmethod
     def read(cls, line: str) -> Run:

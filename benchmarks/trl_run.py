@@ -1,5 +1,5 @@
-"""Training by TRL's GRPOTrainer, in TRL's environment, for ``against_trl.py``, ``real_curves.py``
-and ``time_to_accuracy.py``.
+"""Training by TRL's GRPOTrainer, in TRL's environment, for ``against_trl.py`` and
+``real_curves.py``.
 
 Settings suit TRL best on a CPU: fp32, no gradient checkpointing, one rollout per optimizer step and
 therefore no pass for old log-probabilities, no reference model, no dropout, no checkpoints,
@@ -18,8 +18,6 @@ The only argument is a JSON object:
 - ``threads``
 - ``reward``: ``sum``, ``exact`` or ``calculation``
 - ``settings``: overrides of GRPOConfig
-- ``held_out`` (for evaluation during training): file like ``pool``
-- ``evaluate_every``: steps between evaluations
 """
 
 from __future__ import annotations
@@ -29,25 +27,22 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from step_watch import StepWatch, compute_score
-from transformers import AutoTokenizer, TrainerCallback, TrainerState
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
 class InTurn(TrainerCallback):
-    def __init__(self, watch: StepWatch, more: Callable[[int], dict[str, float]]) -> None:
+    def __init__(self, watch: StepWatch) -> None:
         self._watch = watch
-        self._more = more
 
-    def on_step_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
-        self._watch.turn(partial(self._more, state.global_step))
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._watch.turn()
 
 
 class Counted(GRPOTrainer):
@@ -95,42 +90,17 @@ def rows_of(file: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
-@torch.no_grad()
-def accuracy(
-    trainer: GRPOTrainer, held_out: list[dict[str, str]], options: argparse.Namespace
-) -> float:
-    """Return the fraction of held-out prompts with a greedy answer of score 1."""
-    tokenizer = trainer.processing_class
-    model = trainer.model.eval()
-    texts = [row["prompt"] for row in held_out]
-    inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    inputs.pop("token_type_ids", None)
-    ids = model.generate(**inputs, do_sample=False, max_new_tokens=options.max_response_tokens)
-    completion_ids = ids[:, inputs["input_ids"].shape[1] :]
-    answers = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    model.train()
-    score = SCORES[options.reward]
-    total = sum(score(answer, row["label"]) for answer, row in zip(answers, held_out, strict=True))
-    return total / len(held_out)
-
-
 def main() -> None:
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     watch = StepWatch()
     torch.set_num_threads(options.threads)
     rows = rows_of(options.pool)
-    held_out = rows_of(options.held_out) if "held_out" in options else []
     score = SCORES[options.reward]
 
     def reward(
         prompts: list[Any], completions: list[Any], label: list[str], **_: Any
     ) -> list[float]:
         return [score(*pair) for pair in zip(completions, label, strict=True)]
-
-    def more(step: int) -> dict[str, float]:
-        if not held_out or step % options.evaluate_every:
-            return {}
-        return {"accuracy": accuracy(trainer, held_out, options)}
 
     with tempfile.TemporaryDirectory() as folder:
         own = dict(
@@ -164,12 +134,11 @@ def main() -> None:
             args=GRPOConfig(**own | options.settings),
             train_dataset=Dataset.from_list(examples),
             processing_class=AutoTokenizer.from_pretrained(options.policy),
-            callbacks=[InTurn(watch, more)],
+            callbacks=[InTurn(watch)],
         )
         trainer.train()
     logged = [row for row in trainer.state.log_history if "reward" in row]
     watch.finish(
-        partial(more, options.steps),
         padding=1.0 - trainer.tokens / trainer.slots,
         trained_tokens=trainer.tokens / options.steps,
         reward=[row["reward"] for row in logged],
