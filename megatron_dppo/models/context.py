@@ -141,5 +141,7 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # Each rank gets the gradient of its r tokens only, so that the loss counts once.
         (indices,) = ctx.saved_tensors
-        own = [None if each is None else each[indices] for each in gradients]
-        return None, None, None, *own
+        part: list[torch.Tensor | None] = []
+        for whole in gradients:
+            part.append(None if whole is None else whole[indices])
+        return None, None, None, *part
