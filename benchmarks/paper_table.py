@@ -3,7 +3,7 @@ runs under GRPO, CPPO, GRESO, DPPO, and under the pruning of this project.
 
     python benchmarks/paper_table.py [--task word_problems] [--seeds 8] [--jobs 2] [--json]
     python benchmarks/paper_table.py --task smollm2 --seeds 3 [--json]
-    python benchmarks/paper_table.py --losses --seeds 3 [--jobs 2] [--picture PNG] [--json]
+    python benchmarks/paper_table.py --task losses --seeds 3 [--jobs 2] [--picture PNG] [--json]
 
 The design, with all arms and seeds, was committed before the first run.
 
@@ -28,8 +28,8 @@ The design, with all arms and seeds, was committed before the first run.
 - **Inflation** is the run's own estimate of the variance by pruning, the mean over all steps after
   the first epoch (``prune/variance_inflation``); without an estimate for biased rules.
 - Differences and ratios to GRPO are paired by seed; intervals are 95% (Student's t).
-- ``--losses``: GRPO, DAPO and GSPO with two updates per rollout, at ratios r from 0 to 0.9, on sums
-  at GRPO's learning rate.
+- ``losses``: GRPO, DAPO and GSPO with two updates per rollout, at ratios r from 0 to 0.9, on sums
+  at the learning rate tuned for GRPO with one update.
 
 Every run is appended to ``--store``. A repeated call skips stored runs.
 """
@@ -45,7 +45,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,11 @@ def sums(folder: Path) -> Task:
     return Task(name_task("sums", folder), policy, folder, 1.5e-4, ("layout.tp=1",))
 
 
+def losses(folder: Path) -> Task:
+    """Return the quickstart's task at the rate that tuning on ``sums`` found."""
+    return replace(sums(folder), lr=1e-4, tuned=False)
+
+
 def word_problems(folder: Path) -> Task:
     """Return the task of ``word_problems.py``; make a missing policy."""
     made = prepared(Path("runs/word_problems"))
@@ -211,7 +216,7 @@ def smollm2(folder: Path) -> Task:
     return Task(name, made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
 
 
-TASKS = {"sums": sums, "word_problems": word_problems, "smollm2": smollm2}
+TASKS = {"sums": sums, "word_problems": word_problems, "smollm2": smollm2, "losses": losses}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -331,7 +336,7 @@ def compare(
 
 
 def list_losses() -> dict[str, Arm]:
-    """Return the arms of ``--losses``."""
+    """Return the arms of the task ``losses``."""
     arms = {}
     for loss in LOSSES:
         more = (f"loss.name={loss}", "loss.updates_per_rollout=2")
@@ -343,7 +348,7 @@ def list_losses() -> dict[str, Arm]:
 
 
 def draw(found: Mapping[str, dict[str, Any]], out: Path) -> None:
-    """Draw variance and accuracy of ``--losses`` by ratio, with the range of the seeds."""
+    """Draw variance and accuracy of ``losses`` by ratio, with the range of the seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=160, facecolor="white", layout="constrained")
@@ -374,8 +379,7 @@ def main() -> None:
         __doc__,
         seeds=8,
         jobs=(1, "runs at a time"),
-        losses=(False, "variance by ratio for GRPO, DAPO and GSPO"),
-        picture=(Path, "where to draw the figures of --losses"),
+        picture=(Path, "where to draw the figures of losses"),
         store=(Path, "all runs; by default a file of the task in benchmarks/results"),
     )
     parser.add_argument("--task", choices=list(TASKS), default="sums")
@@ -383,9 +387,11 @@ def main() -> None:
     task = TASKS[options.task](Path("runs/paper_table") / options.task)
     store = options.store or Path(f"benchmarks/results/paper_table_{options.task}.jsonl")
     measurement = Measurement(task, store, options.jobs)
-    arms = list_losses() if options.losses else ARMS
+    arms = ARMS
     if options.task == "smollm2":
         arms = {name: ARMS[name] for name in ON_SMOLLM2}
+    elif options.task == "losses":
+        arms = list_losses()
     try:
         lr, tuning = measurement.tune()
         by_seed = measurement.run_all(arms, lr, range(1, 1 + options.seeds))
@@ -403,7 +409,7 @@ def main() -> None:
         "cost_error": costs.error,
         "arms": compare(runs, arms, costs, next(iter(arms))),
     }
-    if options.losses and options.picture:
+    if options.task == "losses" and options.picture:
         draw(found["arms"], options.picture)
     finish(found, options)
 
