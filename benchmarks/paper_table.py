@@ -2,7 +2,7 @@
 runs under GRPO, CPPO, GRESO, DPPO, and under the pruning of this project.
 
     python benchmarks/paper_table.py [--task word_problems] [--seeds 8] [--jobs 2] [--json]
-    python benchmarks/paper_table.py --task smollm2 --seeds 3 [--json]
+    python benchmarks/paper_table.py --task smollm2 --seeds 3 [--jobs 2] [--json]
     python benchmarks/paper_table.py --task losses --seeds 3 [--jobs 2] [--picture PNG] [--json]
 
 The design, with all arms and seeds, was committed before the first run.
@@ -211,7 +211,7 @@ def smollm2(folder: Path) -> Task:
     longer = read(folder / "three" / "held_out.jsonl")
     write(folder, read(made / "train.jsonl"), read(made / "held_out.jsonl"), longer)
     config = "configs/smollm2_steps.yaml"
-    settings = ("eval.samples=4", "data.response_key=null")
+    settings = ("layout.dp=1", "eval.samples=4", "data.response_key=null")
     name = name_task("smollm2", folder)
     return Task(name, made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
 
