@@ -211,7 +211,7 @@ def smollm2(folder: Path) -> Task:
     longer = read(folder / "three" / "held_out.jsonl")
     write(folder, read(made / "train.jsonl"), read(made / "held_out.jsonl"), longer)
     config = "configs/smollm2_steps.yaml"
-    settings = ("layout.dp=1", "eval.samples=4", "data.response_key=null")
+    settings = ("layout.dp=1", "data.response_key=null")
     name = name_task("smollm2", folder)
     return Task(name, made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
 
