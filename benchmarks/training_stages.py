@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
-from real_gradients import gradients, gram, single_packs
+from real_gradients import count_piece_tokens, gradients, gram, single_packs
 from word_problems import Prepared, prepared
 
 from megatron_dppo.config import Config
@@ -22,7 +22,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
-from megatron_dppo.rollout.step_rollouts import StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
@@ -222,21 +222,34 @@ def measure(
         seeds: number of the rollouts' random seeds, from 1; another number has other rollouts.
         stride: step between the gradient coordinates in use, see ``Task.stride``.
     """
+    rollouts = roll_out_window(trainer, prompt_ids, seeds)
+    products = compute_unit_gram(trainer, rollouts, stride)
+    return Stage(name, trainer.step, rollouts.metadata, products)
+
+
+def roll_out_window(trainer: Trainer, prompt_ids: Ints, seeds: int = 1) -> CompleteRollouts:
+    """Roll out all prompts of a window, with random seeds that no training step has."""
     window = Selection(prompt_ids, np.ones(len(prompt_ids)), window=len(prompt_ids))
-    # No training step has these random seeds.
-    step = trainer.config.run.steps + seeds
-    rollouts = trainer.roll_out(StepRollouts(window, step))
+    return trainer.roll_out(StepRollouts(window, trainer.config.run.steps + seeds))
+
+
+def compute_unit_gram(
+    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1, pieces: int = 1
+) -> Floats:
+    """Return ``Stage.unit_gram`` [n, n]; for several pieces of each completion, see
+    :func:`single_packs`, [n·pieces, n·pieces]."""
     metadata = rollouts.metadata
-    actor = trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
-    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
+    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id, pieces)
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
-    samples = metadata.rewards.shape[1]
+    size = metadata.rewards.shape[1] * pieces
     varied = find_nonzero_variance_groups(metadata, trainer.config)
-    live = (varied[:, None] * samples + np.arange(samples)).ravel()
-    products = np.zeros((metadata.rewards.size, metadata.rewards.size))
+    live = (varied[:, None] * size + np.arange(size)).ravel()
+    # A response of fewer tokens than pieces has empty pieces.
+    live = live[count_piece_tokens(metadata.response_lengths, pieces).ravel()[live] > 0]
+    products = np.zeros((len(packs), len(packs)))
     if len(live):
-        rows = gradients(actor, [packs[i] for i in live], loss, stride)
+        rows = gradients(trainer.policy.actor, [packs[i] for i in live], loss, stride)
         products[np.ix_(live, live)] = gram(rows)
-    return Stage(name, trainer.step, metadata, products)
+    return products
