@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from real_gradients import count_piece_tokens, gradients, gram, single_packs
 from word_problems import Prepared, prepared
@@ -238,18 +239,28 @@ def compute_unit_gram(
 ) -> Floats:
     """Return ``Stage.unit_gram`` [n, n]; for several pieces of each completion, see
     :func:`single_packs`, [n·pieces, n·pieces]."""
+    live, rows = compute_unit_gradients(trainer, rollouts, stride, pieces)
+    size = rollouts.metadata.rewards.size * pieces
+    products = np.zeros((size, size))
+    products[np.ix_(live, live)] = gram(rows)
+    return products
+
+
+def compute_unit_gradients(
+    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1, pieces: int = 1
+) -> tuple[Ints, torch.Tensor]:
+    """Return the indices [m] of the completions, or pieces, in groups of unequal rewards, and their
+    gradients of Σ_t log p_t, [m, parameters / stride]."""
     metadata = rollouts.metadata
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id, pieces)
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
     size = metadata.rewards.shape[1] * pieces
-    varied = find_nonzero_variance_groups(metadata, trainer.config)
+    varied = np.flatnonzero(find_nonzero_variance_groups(metadata, trainer.config))
     live = (varied[:, None] * size + np.arange(size)).ravel()
     # A response of fewer tokens than pieces has empty pieces.
     live = live[count_piece_tokens(metadata.response_lengths, pieces).ravel()[live] > 0]
-    products = np.zeros((len(packs), len(packs)))
-    if len(live):
-        rows = gradients(trainer.policy.actor, [packs[i] for i in live], loss, stride)
-        products[np.ix_(live, live)] = gram(rows)
-    return products
+    if not len(live):
+        return live, torch.zeros(0, 1)
+    return live, gradients(trainer.policy.actor, [packs[i] for i in live], loss, stride)
