@@ -147,6 +147,7 @@ def training_stages(
     folder: Path,
     settings: Sequence[str],
     visit: Callable[[Trainer, str], T],
+    prepare: Callable[[Trainer], None] = lambda trainer: None,
 ) -> Iterator[T]:
     """Train a warmed-up policy, and yield the result of ``visit`` at each stage. One rank, one
     thread.
@@ -159,6 +160,7 @@ def training_stages(
         folder: parent folder of the run.
         settings: further settings of the run.
         visit: function of the trainer and the stage's name. May train.
+        prepare: called with the trainer before the first step.
     """
     sizes = [
         f"run.dir={folder / 'run'}",
@@ -170,7 +172,7 @@ def training_stages(
     policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
         config = load_config(task.config, [*words, f"model.path={policy}"])
-        yield from _train(task, config, to_close, visit)
+        yield from _train(task, config, to_close, visit, prepare)
 
 
 @contextmanager
@@ -186,11 +188,16 @@ def alone() -> Iterator[None]:
 
 
 def _train(
-    task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]
+    task: Task,
+    config: Config,
+    to_close: ExitStack,
+    visit: Callable[[Trainer, str], T],
+    prepare: Callable[[Trainer], None],
 ) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
     trainer = Trainer(config, world, workers, to_close)
+    prepare(trainer)
     trainer.sync(0)
     left = dict(task.stages)
     accuracy = [0.0, 0.0, 0.0]
