@@ -6,13 +6,13 @@ with separate advantages. A step of M completions has M / G prompts.
 
 - Relative noise of a step: variance of the gradient over the squared length of the mean gradient.
   The mean depends on G, since advantages do. The squared length is estimated from products between
-  different prompts.
+  the gradients of different windows.
 - ``efficiency`` of G: relative noise × seconds of groups of 8, over relative noise × seconds of
   groups of G. Both are unpruned, or both have the default pruning of completions.
 - Seconds are fitted as in ``efficiency.py``. Intervals are 95%, by leaving out each window in turn
   (jackknife).
 
-    python benchmarks/group_size.py [--task sums] [--windows 10] [--json]
+    python benchmarks/group_size.py [--task sums] [--windows 100] [--json]
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import dataclasses
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from arms import UNPRUNED, neyman
 from efficiency import (
     BASELINE,
@@ -40,10 +41,17 @@ from efficiency import (
 )
 from estimator import Window
 from harness import arguments, finish
-from real_gradients import norm
-from training_stages import TASKS, Stage, measure, training_stages
+from real_gradients import gram, norm
+from training_stages import (
+    TASKS,
+    Stage,
+    compute_unit_gradients,
+    roll_out_window,
+    training_stages,
+)
 
 from megatron_dppo.api import step_metadata
+from megatron_dppo.rl.types import Floats
 from megatron_dppo.train import Trainer
 
 LARGEST = 16
@@ -56,11 +64,33 @@ ARMS = {BASELINE: UNPRUNED, "tokens auto alone, weights to 10": neyman(None, "au
 class Step:
     """A step of a window's completions in groups of one size: means over draws."""
 
-    variance: float
-    signal: float
-    """Unbiased estimate of the squared length of the mean gradient."""
+    squares: float
+    """Sum of the squared lengths of the prompts' parts of the gradient."""
+    noise: float
+    """Variance by pruning."""
+    groups: int
     generated: float
     trained: float
+
+    def variance(self, signal: float) -> float:
+        """Return the step's variance, from the squared length of the mean gradient."""
+        return self.squares - signal / self.groups + self.noise
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Windows of a stage. Lists are by window."""
+
+    steps: dict[tuple[str, int], list[Step]]
+    """By arm and size."""
+    products: dict[int, Floats]
+    """[windows, windows] by size: inner products of the unpruned gradients."""
+
+    def estimate_signal(self, size: int, chosen: Sequence[int]) -> float:
+        """Estimate the squared length of the mean gradient, without bias."""
+        products = self.products[size][np.ix_(chosen, chosen)]
+        pairs = len(chosen) * (len(chosen) - 1)
+        return float(products.sum() - np.trace(products)) / pairs
 
 
 def regrouped(stage: Stage, size: int) -> Stage:
@@ -74,65 +104,77 @@ def regrouped(stage: Stage, size: int) -> Stage:
     return dataclasses.replace(stage, metadata=metadata)
 
 
-def step_of(stage: Stage, size: int, trainer: Trainer, settings: Sequence[str], draws: int) -> Step:
-    window = Window(regrouped(stage, size), trainer.config.loss.name)
-    prompts = len(stage.metadata.prompt_ids)
-    parts = np.where(np.repeat(np.eye(prompts, dtype=bool), LARGEST, axis=1), window.full, 0.0)
-    own = norm(window.gram, parts) ** 2
-    signal = (window.length**2 - own.sum()) * prompts / (prompts - 1)
-    groups = len(window.metadata.prompt_ids)
+def step_of(window: Window, trainer: Trainer, settings: Sequence[str], draws: int) -> Step:
+    groups, size = window.metadata.rewards.shape
     single = np.where(np.repeat(np.eye(groups, dtype=bool), size, axis=1), window.full, 0.0)
-    sampling = (norm(window.gram, single) ** 2).sum() - signal / groups
+    squares = float((norm(window.gram, single) ** 2).sum())
     way = Way(configured(trainer, *settings), trainer.sampler.history, window.metadata)
     drawn = way.step(window, draws)
-    return Step(float(sampling) + drawn.noise, float(signal), drawn.generated, drawn.trained)
+    return Step(squares, drawn.noise, groups, drawn.generated, drawn.trained)
+
+
+def measured(trainer: Trainer, name: str, options: Any) -> Measurement:
+    count = trainer.config.rollout.prompts_per_step
+    stride = TASKS[options.task].stride
+    rng = np.random.default_rng(0)
+    steps: dict[tuple[str, int], list[Step]] = {}
+    totals: dict[int, list[torch.Tensor]] = {}
+    for number in range(options.windows):
+        prompt_ids = np.sort(rng.choice(len(trainer.pool), count, replace=False))
+        rollouts = roll_out_window(trainer, prompt_ids, 1 + number)
+        live, rows = compute_unit_gradients(trainer, rollouts, stride)
+        products = np.zeros((rollouts.metadata.rewards.size,) * 2)
+        products[np.ix_(live, live)] = gram(rows)
+        stage = Stage(name, trainer.step, rollouts.metadata, products)
+        for size in SIZES:
+            window = Window(regrouped(stage, size), trainer.config.loss.name)
+            scales = torch.from_numpy((window.full * window.advantage.ravel())[live])
+            totals.setdefault(size, []).append(scales.to(rows.dtype) @ rows)
+            for arm, settings in ARMS.items():
+                step = step_of(window, trainer, settings, options.draws)
+                steps.setdefault((arm, size), []).append(step)
+        print(f"{name}: window {number + 1} of {options.windows}", file=sys.stderr, flush=True)
+    return Measurement(steps, {size: gram(torch.stack(own)) for size, own in totals.items()})
 
 
 def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
-    count = trainer.config.rollout.prompts_per_step
-    rng = np.random.default_rng(0)
-    chosen = rng.permutation(len(trainer.pool))[: options.windows * count].reshape(-1, count)
-    steps: dict[tuple[str, int], list[Step]] = {}
-    for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
-        stage = measure(trainer, name, prompt_ids, 1 + number, TASKS[options.task].stride)
-        for arm, settings in ARMS.items():
-            for size in SIZES:
-                step = step_of(stage, size, trainer, settings, options.draws)
-                steps.setdefault((arm, size), []).append(step)
-    # Read the stage's step before the timed steps, which train on.
     at = trainer.step
+    found = measured(trainer, name, options)
+    # The timed steps train on.
     costs = costs_of(timed_steps(trainer, repeats=8))
     return {
         "stage": name,
         "step": at,
         "seconds": dataclasses.asdict(costs),
-        "arms": judged(steps, costs),
+        "arms": judged(found, costs),
     }
 
 
-def judged(
-    steps: Mapping[tuple[str, int], Sequence[Step]], costs: Costs
-) -> dict[str, dict[str, Any]]:
+def judged(found: Measurement, costs: Costs) -> dict[str, dict[str, Any]]:
     """Return E of each size, by arm."""
 
-    def worth(own: Sequence[Step]) -> float:
-        signal = sum(step.signal for step in own)
-        return signal / (costs.of(own) * sum(step.variance for step in own))  # type: ignore[arg-type]
+    def worth(arm: str, size: int, chosen: Sequence[int]) -> float:
+        own = [found.steps[arm, size][i] for i in chosen]
+        signal = found.estimate_signal(size, chosen)
+        variance = statistics.fmean(step.variance(signal) for step in own)
+        return signal / (costs.of(own) * variance)  # type: ignore[arg-type]
 
-    found: dict[str, dict[str, Any]] = {arm: {} for arm, _ in steps}
-    for (arm, size), own in steps.items():
+    table: dict[str, dict[str, Any]] = {arm: {} for arm, _ in found.steps}
+    for (arm, size), own in found.steps.items():
 
-        def efficiency(chosen: Sequence[int], own: Sequence[Step] = own, arm: str = arm) -> float:
-            return worth([own[i] for i in chosen]) / worth([steps[arm, USUAL][i] for i in chosen])
+        def efficiency(chosen: Sequence[int], arm: str = arm, size: int = size) -> float:
+            return worth(arm, size, chosen) / worth(arm, USUAL, chosen)
 
-        usual = steps[arm, USUAL]
+        everything = range(len(own))
+        signal = found.estimate_signal(size, everything)
+        usual = found.steps[arm, USUAL]
         trained = statistics.fmean(s.trained for s in own)
-        found[arm][str(size)] = {
+        table[arm][str(size)] = {
             **with_interval(efficiency, len(own)),
-            "noise": sum(s.variance for s in own) / sum(s.signal for s in own),
+            "noise": statistics.fmean(s.variance(signal) for s in own) / signal,
             "trained": trained / statistics.fmean(s.trained for s in usual),
         }
-    return found
+    return table
 
 
 def main() -> None:
@@ -140,7 +182,7 @@ def main() -> None:
         __doc__,
         prompts=(32, "of a window"),
         steps=(150, "most steps of training until the late stage is measured"),
-        windows=(10, "of each stage"),
+        windows=(100, "of each stage"),
         draws=(30, "of each arm on each window"),
     )
     parser.add_argument("--task", choices=TASKS, default="sums")

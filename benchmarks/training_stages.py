@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from real_gradients import gradients, gram, single_packs
+from real_gradients import count_piece_tokens, gradients, gram, single_packs
 from word_problems import Prepared, prepared
 
 from megatron_dppo.config import Config
@@ -22,7 +23,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
-from megatron_dppo.rollout.step_rollouts import StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
@@ -146,6 +147,7 @@ def training_stages(
     folder: Path,
     settings: Sequence[str],
     visit: Callable[[Trainer, str], T],
+    prepare: Callable[[Trainer], None] = lambda trainer: None,
 ) -> Iterator[T]:
     """Train a warmed-up policy, and yield the result of ``visit`` at each stage. One rank, one
     thread.
@@ -158,6 +160,7 @@ def training_stages(
         folder: parent folder of the run.
         settings: further settings of the run.
         visit: function of the trainer and the stage's name. May train.
+        prepare: called with the trainer before the first step.
     """
     sizes = [
         f"run.dir={folder / 'run'}",
@@ -169,7 +172,7 @@ def training_stages(
     policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
         config = load_config(task.config, [*words, f"model.path={policy}"])
-        yield from _train(task, config, to_close, visit)
+        yield from _train(task, config, to_close, visit, prepare)
 
 
 @contextmanager
@@ -185,11 +188,16 @@ def alone() -> Iterator[None]:
 
 
 def _train(
-    task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]
+    task: Task,
+    config: Config,
+    to_close: ExitStack,
+    visit: Callable[[Trainer, str], T],
+    prepare: Callable[[Trainer], None],
 ) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
     trainer = Trainer(config, world, workers, to_close)
+    prepare(trainer)
     trainer.sync(0)
     left = dict(task.stages)
     accuracy = [0.0, 0.0, 0.0]
@@ -222,21 +230,44 @@ def measure(
         seeds: number of the rollouts' random seeds, from 1; another number has other rollouts.
         stride: step between the gradient coordinates in use, see ``Task.stride``.
     """
+    rollouts = roll_out_window(trainer, prompt_ids, seeds)
+    products = compute_unit_gram(trainer, rollouts, stride)
+    return Stage(name, trainer.step, rollouts.metadata, products)
+
+
+def roll_out_window(trainer: Trainer, prompt_ids: Ints, seeds: int = 1) -> CompleteRollouts:
+    """Roll out all prompts of a window, with random seeds that no training step has."""
     window = Selection(prompt_ids, np.ones(len(prompt_ids)), window=len(prompt_ids))
-    # No training step has these random seeds.
-    step = trainer.config.run.steps + seeds
-    rollouts = trainer.roll_out(StepRollouts(window, step))
+    return trainer.roll_out(StepRollouts(window, trainer.config.run.steps + seeds))
+
+
+def compute_unit_gram(
+    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1, pieces: int = 1
+) -> Floats:
+    """Return ``Stage.unit_gram`` [n, n]; for several pieces of each completion, see
+    :func:`single_packs`, [n·pieces, n·pieces]."""
+    live, rows = compute_unit_gradients(trainer, rollouts, stride, pieces)
+    size = rollouts.metadata.rewards.size * pieces
+    products = np.zeros((size, size))
+    products[np.ix_(live, live)] = gram(rows)
+    return products
+
+
+def compute_unit_gradients(
+    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1, pieces: int = 1
+) -> tuple[Ints, torch.Tensor]:
+    """Return the indices [m] of the completions, or pieces, in groups of unequal rewards, and their
+    gradients of Σ_t log p_t, [m, parameters / stride]."""
     metadata = rollouts.metadata
-    actor = trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
-    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
+    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id, pieces)
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
-    samples = metadata.rewards.shape[1]
-    varied = find_nonzero_variance_groups(metadata, trainer.config)
-    live = (varied[:, None] * samples + np.arange(samples)).ravel()
-    products = np.zeros((metadata.rewards.size, metadata.rewards.size))
-    if len(live):
-        rows = gradients(actor, [packs[i] for i in live], loss, stride)
-        products[np.ix_(live, live)] = gram(rows)
-    return Stage(name, trainer.step, metadata, products)
+    size = metadata.rewards.shape[1] * pieces
+    varied = np.flatnonzero(find_nonzero_variance_groups(metadata, trainer.config))
+    live = (varied[:, None] * size + np.arange(size)).ravel()
+    # A response of fewer tokens than pieces has empty pieces.
+    live = live[count_piece_tokens(metadata.response_lengths, pieces).ravel()[live] > 0]
+    if not len(live):
+        return live, torch.zeros(0, 1)
+    return live, gradients(trainer.policy.actor, [packs[i] for i in live], loss, stride)
