@@ -220,7 +220,10 @@ class Decoding:
                 f"the weights of version {version} give log-probabilities that are not finite"
             )
         entropies = None if self._entropies is None else self._entropies.cpu().numpy()
-        kept = self._kept and tuple(each.cpu().numpy() for each in self._kept)
+        masks: Sequence[SamplingMask | None] = [None] * len(limits)
+        if self._kept is not None:
+            ids, counts = (each.cpu().numpy() for each in self._kept)
+            masks = list(map(_build_mask, ids, counts, lengths.tolist()))
         routing: Sequence[Routing | None] = [None] * len(limits)
         if self._record is not None:
             routing = self._record.get_rows(lengths.tolist())
@@ -234,7 +237,7 @@ class Decoding:
                 versions=np.full(length, version, np.int32),
                 finish_reason="stop" if first_stop[row] < limits[row] else "length",
                 routing=routing[row],
-                sampling_mask=kept and _build_mask(*(each[row, :length] for each in kept)),
+                sampling_mask=masks[row],
             )
             own = None if entropies is None else entropies[row, :length].copy()
             return prefix.extend(slot, [part], own)
@@ -249,9 +252,11 @@ class Decoding:
         return copy_async(array, self._rows.device)
 
 
-def _build_mask(ids: NDArray[np.int32], counts: NDArray[np.int32]) -> SamplingMask:
-    """Build the mask of L tokens from kept ids [L, k], the likeliest first, and counts [L]."""
-    return SamplingMask(counts.copy(), ids[np.arange(ids.shape[1]) < counts[:, None]])
+def _build_mask(ids: NDArray[np.int32], counts: NDArray[np.int32], length: int) -> SamplingMask:
+    """Build the mask of the first tokens from ids [width, k], the likeliest first, and the counts
+    of kept ids [width]."""
+    own = counts[:length].copy()
+    return SamplingMask(own, ids[:length][np.arange(ids.shape[1]) < own[:, None]])
 
 
 def build_uniforms(
