@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config, LossConfig, replace
+from megatron_dppo.models import policy as policy_module
 from megatron_dppo.models.policy_head import score_responses
 from megatron_dppo.models.responses import to_device
 from megatron_dppo.rl.losses import compute_token_losses
@@ -99,7 +101,10 @@ def test_engine_agrees_with_the_actor(
 
 
 def live_without_masks(rank: int, size: int, config: Config) -> None:
-    with mock.patch.object(SamplingMask, "select", lambda mask, tokens: None):
+    def score(*tensors: Any, kept_ids: Any, **settings: Any) -> Any:
+        return score_responses(*tensors, **settings)
+
+    with mock.patch.object(policy_module, "score_responses", score):
         live(rank, size, config)
 
 
@@ -130,7 +135,7 @@ class Toy(torch.nn.Module):
         torch.manual_seed(3)
         self.token = torch.nn.Parameter(torch.randn(SIZE, 8))
         self.position = torch.nn.Parameter(torch.randn(LENGTH + 1, 8))
-        self.output = torch.nn.Parameter(torch.randn(SIZE, 8))
+        self.output = torch.nn.Parameter(0.4 * torch.randn(SIZE, 8))
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.token[tokens] + self.position[positions])

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.sequences import split_sequences
 from megatron_dppo.rl.sampling_mask import SamplingMask
+from megatron_dppo.rl.sequences import split_sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout import conversation
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, Turn, merge_parts

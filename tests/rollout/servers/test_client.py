@@ -247,7 +247,7 @@ def test_answers_bring_the_kept_ids_of_each_token(client: Any) -> None:
     result = generate(client, MASKED)
     np.testing.assert_array_equal(result.logprobs, np.float32([-0.25, 0.0, -1.0]))
     np.testing.assert_array_equal(result.sampling_mask.counts, [2, 1, 3])
-    np.testing.assert_array_equal(result.sampling_mask.token_ids, sum(KEPT, []))
+    np.testing.assert_array_equal(result.sampling_mask.token_ids, np.concatenate(KEPT))
     mask = to_completion(result, np.zeros(3, np.int32)).sampling_mask
     assert mask is result.sampling_mask
     assert client.sampling["top_k"] == 3
