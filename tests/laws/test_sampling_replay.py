@@ -120,7 +120,6 @@ def test_replay_makes_log_probabilities_equal(ranks: RankPool, tmp_path: Path) -
     assert all(row["train/grad_norm"] > 0 for row in on)
     assert max(row[DIFFERENCE] for row in on) < 2e-6
     assert min(row[DIFFERENCE] for row in off) > 0.3
-    assert on[0]["train/kl_loss"] < 1e-6
 
 
 SIZE, LENGTH, TOP_K, TOP_P = 6, 3, 4, 0.85
