@@ -35,6 +35,9 @@ class Judge(ThreadingHTTPServer):
         self.reply: Callable[[int], tuple[int, str]] | None = None
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has given up."""
+
     def answer(self, request: Request) -> tuple[int, str]:
         if self.reply is not None:
             return self.reply(len(self.requests))
