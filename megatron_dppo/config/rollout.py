@@ -313,8 +313,8 @@ class RolloutConfig(Section):
     distribution."""
     top_p: Fraction | None = None
     """Sample each token from the likeliest tokens that together have at least this fraction of the
-    probability that rollout.top_k leaves (SGLang: of all tokens); null: from all of them. Requires
-    rollout.top_k."""
+    probability that rollout.top_k leaves (SGLang: of the whole probability); null: from all
+    rollout.top_k tokens. Requires rollout.top_k."""
     top_k: Annotated[int, Ge(2), Le(64)] | None = None
     """Sample each token from this number of likeliest tokens. The engine reports the ids that top_k
     and top_p keep, and the trainer normalises over the same ids; see ``rl/sampling_mask.py``. null:

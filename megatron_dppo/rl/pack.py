@@ -59,7 +59,7 @@ class TrainingSample:
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], as in Completion; None without a teacher server."""
     sampling_mask: SamplingMask | None = None
-    """Of L tokens, as in Completion."""
+    """Mask of L tokens, as in Completion."""
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:

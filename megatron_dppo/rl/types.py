@@ -119,7 +119,7 @@ class Completion:
     starts: tuple[int, ...] = ()
     """Starts of the sequences after the first; see ``rl/sequences.py``."""
     sampling_mask: SamplingMask | None = None
-    """Of L tokens; None: log-probabilities are of the whole vocabulary."""
+    """Mask of L tokens; None: log-probabilities are of the whole vocabulary."""
 
     @property
     def oldest_version(self) -> int:

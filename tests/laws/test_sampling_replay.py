@@ -168,7 +168,7 @@ def reward(tokens: list[int]) -> float:
 
 @pytest.mark.parametrize("replayed", [True, False])
 def test_expected_gradient_is_that_of_the_truncated_policy(replayed: bool) -> None:
-    """Over all responses, and over their pruning. Without kept ids the gradient is another one."""
+    """Over all responses, and over their pruning. Without kept ids the gradient differs."""
     policy = Toy()
     with torch.no_grad():
         responses = list(enumerate_policy(policy))

@@ -87,7 +87,7 @@ class GenerateResult:
     entropies: NDArray[np.float64] | None = None
     """[L], see :func:`compute_entropy_bounds`; None if not requested."""
     sampling_mask: SamplingMask | None = None
-    """Of L tokens; None if not requested."""
+    """Mask of L tokens; None if not requested."""
 
 
 @dataclass(frozen=True, slots=True)
