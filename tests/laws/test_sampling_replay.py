@@ -34,7 +34,7 @@ from tests.laws.test_split_invariance import (
 )
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.small_runs import live, rows, small_run, write_run
+from tests.small_runs import die, live, rows, small_run, write_run
 from tests.steps import VOCAB, config_for, step_of_groups, step_of_sequences
 
 Step = tuple[StepMetadata, list[Group]]
@@ -120,6 +120,17 @@ def test_replay_makes_log_probabilities_equal(ranks: RankPool, tmp_path: Path) -
     assert all(row["train/grad_norm"] > 0 for row in on)
     assert max(row[DIFFERENCE] for row in on) < 2e-6
     assert min(row[DIFFERENCE] for row in off) > 0.3
+
+
+def test_resumed_run_repeats_the_steps(ranks: RankPool, tmp_path: Path) -> None:
+    """From a checkpoint with rollouts of the next step, which were generated before the death."""
+    folder, ahead = write_run(tmp_path), (*TRUNCATED, "rollout.ahead=1")
+    whole, resumed = (small_run(folder, tmp_path / name, *ahead) for name in ("whole", "resumed"))
+    ranks.in_turn(1, (live, whole), (die, resumed), (live, resumed))
+    stored = list((tmp_path / "resumed").rglob("rollouts/*/*.npz"))
+    assert any("mask_counts" in np.load(file).files for file in stored)
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
+    assert max(row.get(DIFFERENCE, 0.0) for row in rows(tmp_path / "whole")) < 2e-6
 
 
 SIZE, LENGTH, TOP_K, TOP_P = 6, 3, 4, 0.85
