@@ -1,4 +1,4 @@
-"""The judge of ``configs/judge_reward.py``, with a real server that speaks its protocol, and the
+"""The judge of ``configs/judge_reward.py`` with a local HTTP server of the OpenAI protocol, and the
 recipe's run as the page shows it."""
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_one_request_ranks_a_group(judge: Judge, reward: ModuleType) -> None:
 
 
 def test_a_request_is_sent_once(judge: Judge, reward: ModuleType) -> None:
-    """For the group in any order. Other answers, another model or another rubric are asked."""
+    """For the group in any order. Other answers, or another rubric, need another request."""
     first = reward.rank(None, group_of("15", "fifteen"))
     again = reward.rank(None, group_of("fifteen", "15", "15"))
     assert (scores_of(first), scores_of(again)) == ([1.0, 0.0], [0.0, 1.0, 1.0])
@@ -131,7 +131,7 @@ def test_equal_answers_need_no_judge(judge: Judge, reward: ModuleType) -> None:
 def test_an_answer_without_a_ranking_is_no_score(
     judge: Judge, reward: ModuleType, text: str
 ) -> None:
-    """Nothing is stored: the next request is sent."""
+    """The cache stores no such answer, so that the next request is sent."""
     judge.reply = lambda number: (200, text)
     with pytest.raises(ValueError, match=r"did not rank 2 answers: .*" + re.escape(text[:4])):
         reward.rank(None, group_of("a", "b"))
