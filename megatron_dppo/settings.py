@@ -325,11 +325,6 @@ def _list_words(setting: Setting) -> set[str]:
 def _build_unknown_error(key: str, value: object) -> UserError:
     near = " or ".join(find_nearest_settings(key))
     remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
-    if key in ("rollout.top_p", "rollout.top_k"):
-        problem = "is not supported in training, which uses log-probabilities over all tokens"
-        return UserError(
-            key, format_value(value), problem, f"leave it out; evaluations have {near}"
-        )
     return UserError(key, format_value(value), "there is no such setting", remedy)
 
 

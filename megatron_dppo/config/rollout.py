@@ -13,6 +13,7 @@ from megatron_dppo.config.types import (
     AboveZero,
     AtLeastOne,
     Count,
+    Fraction,
     NonNegative,
     Pool,
     Positive,
@@ -310,6 +311,14 @@ class RolloutConfig(Section):
     temperature: AboveZero = 1.0
     """Sampling temperature. Log-probabilities in engine and trainer belong to the scaled
     distribution."""
+    top_p: Fraction | None = None
+    """Sample each token from the likeliest tokens that together have at least this fraction of the
+    probability that rollout.top_k leaves (SGLang: of the whole probability); null: from all
+    rollout.top_k tokens. Requires rollout.top_k."""
+    top_k: Annotated[int, Ge(2), Le(64)] | None = None
+    """Sample each token from this number of likeliest tokens. The engine reports the ids that top_k
+    and top_p keep, and the trainer normalises over the same ids; see ``rl/sampling_mask.py``. null:
+    all tokens."""
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end a completion; null: the stop tokens of generation_config.json, else of
     config.json, and the tokenizer's end of turn."""

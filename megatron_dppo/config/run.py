@@ -101,7 +101,8 @@ class EvalConfig(Section):
     probability; null: all tokens. With top_k, a fraction of the probability that top_k leaves
     (SGLang: of all tokens)."""
     top_k: Positive | None = None
-    """Sample each token of an answer from this number of likeliest tokens; null: all tokens."""
+    """Sample each token of an answer from this number of likeliest tokens; null: all tokens, also
+    with rollout.top_k."""
     max_response_tokens: Positive | None = None
     """Largest number of tokens in an answer; longer answers are cut off. null:
     rollout.max_response_tokens."""

@@ -212,6 +212,7 @@ class Policy:
                     packed_seq_params=self._build_packed_sequence(pack, arrays["cu_seqlens"]),
                     predictors=arrays["predictors"],
                     targets=arrays["targets"],
+                    kept_ids=arrays.get("kept_ids"),
                     share=share_there,
                     teachers=pack.teachers,
                     states=states,

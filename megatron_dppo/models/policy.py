@@ -335,6 +335,7 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSeqParams,
         predictors: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        kept_ids: torch.Tensor | None = None,
         share: PackShare | None = None,
         teachers: tuple[TeacherHead, ...] = (),
         states: bool = False,
@@ -348,6 +349,7 @@ class PolicyModel(GPTModel):
                 :func:`prefix_attention.build_shared_prefixes`.
             predictors: [R] int64, positions whose next token is a response token; last stage only.
             targets: [R] int64, the tokens after ``predictors``; last stage only.
+            kept_ids: [R, K] int64, as in :func:`policy_head.score_responses`; last stage only.
             share: result of :func:`context.compute_share`; ignored without context parallelism. A
                 missing share is computed here, with a wait on the host.
             teachers: teachers of the divergence, at the predictors scored by this rank; empty: no
@@ -380,8 +382,9 @@ class PolicyModel(GPTModel):
             return (mine,)
         # Plain tuples, because Megatron's mixed-precision wrapper keeps no other type.
         if share is None:
-            return self._score(mine, targets, teachers).present
-        part = self._score(mine, targets[share.mine], teachers)
+            return self._score(mine, targets, kept_ids, teachers).present
+        kept_ids = None if kept_ids is None else kept_ids[share.mine]
+        part = self._score(mine, targets[share.mine], kept_ids, teachers)
         return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
     def _compute_share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> PackShare:
@@ -414,6 +417,7 @@ class PolicyModel(GPTModel):
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
+        kept_ids: torch.Tensor | None,
         teachers: tuple[TeacherHead, ...],
     ) -> HeadOutput:
         weight = self.output_weight()
@@ -423,7 +427,7 @@ class PolicyModel(GPTModel):
             "tp_group": self.pg_collection.tp,
             "chunk_mib": self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
         }
-        scores = score_responses(hidden, weight, targets, **head)
+        scores = score_responses(hidden, weight, targets, kept_ids=kept_ids, **head)
         if not teachers:
             return scores
         return scores._replace(divergence=compute_divergence(teachers, hidden, weight, **head))

@@ -10,6 +10,8 @@ With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and t
 
 * log-probability ``log p_t``, under the sampled distribution, like rollout log-probabilities;
 * entropy ``H = −Σ_v p_v log p_v``, with gradient ``−p_v (log p_v + H)`` by z/τ.
+
+With a sampling mask (``rl/sampling_mask.py``), p is the softmax over a token's kept ids.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from megatron_dppo.models import policy_head_torch
 
 LOWEST = torch.finfo(torch.float32).min
 """Largest logit of a rank without tokens of the vocabulary. Finite, so that 0 · LOWEST is 0."""
+MASKED = -1e20
+"""Logit of a token outside the sampling mask. Its exponential is 0, and a vocabulary of MASKED
+has a finite sum."""
 
 
 class HeadOutput(NamedTuple):
@@ -55,6 +60,7 @@ def score_responses(
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
+    kept_ids: torch.Tensor | None = None,
     vocab_size: int,
     temperature: float,
     tp_group: dist.ProcessGroup | None,
@@ -75,6 +81,8 @@ def score_responses(
         weight: [V_local, h], this rank's rows of the output layer: equal parts by rank, the padding
             last.
         targets: [R] int64, token ids below ``vocab_size``.
+        kept_ids: [R, K] int64, ids in the sampling mask of each target, the target included;
+            repeated ids count once. None: the whole vocabulary.
         vocab_size: tokens without padding; later rows of the weight are ignored and get no
             gradient.
         temperature: τ.
@@ -83,8 +91,9 @@ def score_responses(
             chunk of all positions saves a product.
     """
     group, first, rows = get_local_rows(weight, vocab_size, tp_group)
+    columns = None if kept_ids is None else kept_ids - first
     return HeadOutput(
-        *_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib)
+        *_Score.apply(hidden, weight, targets - first, columns, rows, temperature, group, chunk_mib)
     )
 
 
@@ -101,8 +110,8 @@ def get_local_rows(
 
 
 class _Score(torch.autograd.Function):
-    """Score with the first ``rows`` of the weight; ``targets`` count from this rank's first row,
-    and other ranks' targets lie outside the rows."""
+    """Score with the first ``rows`` of the weight; ``targets`` and ``kept`` count from this rank's
+    first row, and other ranks' ids lie outside the rows."""
 
     @staticmethod
     def forward(
@@ -110,6 +119,7 @@ class _Score(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
+        kept: torch.Tensor | None,
         rows: int,
         temperature: float,
         group: dist.ProcessGroup | None,
@@ -123,6 +133,8 @@ class _Score(torch.autograd.Function):
         for chunk, buffers in split_positions(len(targets), rows, types, chunk_mib, hidden.device):
             logits = buffers[0]
             compute_logits(hidden[chunk], weight[:rows], out=logits)
+            if kept is not None:
+                _mask_logits(logits, kept[chunk])
             kernels.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         # Every rank has the same positions, and all ranks skip the exchange of an empty pack.
         if group is not None and len(targets):
@@ -131,7 +143,7 @@ class _Score(torch.autograd.Function):
         logprobs = (at_target - peak) - total.log()
         entropy = total.log() - cross / total
         # Save the normaliser log Σ exp(z/τ) of each position instead of the logits.
-        ctx.save_for_backward(hidden, weight, targets, peak + total.log(), entropy)
+        ctx.save_for_backward(hidden, weight, targets, peak + total.log(), entropy, kept)
         ctx.rows = rows
         ctx.temperature = temperature
         ctx.chunk_mib = chunk_mib
@@ -147,14 +159,14 @@ class _Score(torch.autograd.Function):
     def backward(
         ctx: Any, grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, *_, entropy = ctx.saved_tensors
+        hidden, weight, _, _, entropy, _ = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = get_main_grad(ctx, weight)
         grad = torch.zeros_like(entropy) if grad is None else grad.contiguous()
         if entropy_grad is not None:
             entropy_grad = entropy_grad.contiguous()
         _add_gradients(ctx, grad, entropy_grad, hidden_grad, weight_grad)
-        return hidden_grad, get_autograd_gradient(weight, weight_grad), None, None, None, None, None
+        return hidden_grad, get_autograd_gradient(weight, weight_grad), *[None] * 6
 
 
 def _add_gradients(
@@ -164,7 +176,7 @@ def _add_gradients(
     hidden_grad: torch.Tensor,
     weight_grad: torch.Tensor | None,
 ) -> None:
-    hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+    hidden, weight, targets, normaliser, entropy, kept_ids = ctx.saved_tensors
     kernels = _select_kernels(hidden.is_cuda)
     vocabulary = weight[: ctx.rows]
     types = gradient_types(weight)
@@ -179,6 +191,8 @@ def _add_gradients(
         gradient = buffers[-1]
         if not kept:
             compute_logits(hidden[chunk], vocabulary, out=logits)
+            if kept_ids is not None:
+                _mask_logits(logits, kept_ids[chunk])
         bonus = None if entropy_grad is None else (entropy[chunk], entropy_grad[chunk])
         kernels.compute_logit_gradient(
             logits,
@@ -192,6 +206,17 @@ def _add_gradients(
         compute_hidden_gradient(gradient, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
             add_weight_gradient(weight_grad[: ctx.rows], gradient, hidden[chunk])
+
+
+def _mask_logits(logits: torch.Tensor, kept: torch.Tensor) -> None:
+    """Set logits [c, v] to ``MASKED``, except in the columns ``kept`` [c, K]; columns of other
+    ranks are out of range."""
+    columns = logits.shape[1]
+    column = kept.clamp(0, columns - 1)
+    held = (kept >= 0) & (kept < columns)
+    values = torch.where(held, logits.gather(1, column), MASKED)
+    # The maximum, because columns of other ranks are clamped to columns that may be kept.
+    logits.fill_(MASKED).scatter_reduce_(1, column, values, "amax")
 
 
 def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:

@@ -27,11 +27,11 @@ class Responses:
 
     pack: Pack
     columns: Mapping[str, torch.Tensor]
-    """Present columns, each [R], on the device; see :func:`to_device`."""
+    """Present columns, each with R rows, on the device; see :func:`to_device`."""
     logprobs: torch.Tensor
     """[R], fp32, with gradient during training."""
     entropy: torch.Tensor
-    """[R], of the whole distribution, with gradient during training."""
+    """[R], of the distribution of ``logprobs``, with gradient during training."""
     divergence: torch.Tensor | None = None
     """[R], divergence from the teacher, with gradient during training; None without a teacher."""
 
@@ -53,6 +53,8 @@ def to_device(
     # 8-byte types before 4-byte types, so that each array begins at a multiple of its item size.
     for name in ("token_ids", "position_ids", "predictors", "targets", "sample", "versions"):
         arrays[name] = np.asarray(getattr(pack, name), np.int64)
+    if pack.kept_ids is not None:
+        arrays["kept_ids"] = np.ascontiguousarray(pack.kept_ids, np.int64)
     for name in SHARE if share else ():
         arrays[f"share {name}"] = getattr(share, name).numpy()
     arrays["cu_seqlens"] = np.asarray(pack.cu_seqlens, np.int32)
@@ -61,12 +63,15 @@ def to_device(
             arrays[name] = np.asarray(values, np.float32)
     ends = np.cumsum([array.nbytes for array in arrays.values()]).tolist()
     staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    np.concatenate([array.view(np.uint8) for array in arrays.values()], out=staged.numpy())
+    np.concatenate(
+        [array.reshape(-1).view(np.uint8) for array in arrays.values()], out=staged.numpy()
+    )
     # Copy once, because each copy would wait for the device.
     there = staged.to(device, non_blocking=True)
     placed: dict[str, torch.Tensor] = {}
     for (name, array), end in zip(arrays.items(), ends, strict=True):
-        placed[name] = there[end - array.nbytes : end].view(torch.from_numpy(array).dtype)
+        flat = there[end - array.nbytes : end].view(torch.from_numpy(array).dtype)
+        placed[name] = flat.view(array.shape)
     if share is None:
         return placed, None
     return placed, PackShare(*(placed.pop(f"share {name}") for name in SHARE))

@@ -74,6 +74,7 @@ def _build_sample(
         read = len(prompt) + len(completion.token_ids[span]) - 1
         table = completion.routing[:read, layers].astype(routing.dtype)
     teacher_logprobs = completion.teacher_logprobs
+    mask = completion.sampling_mask
     return TrainingSample(
         prompt_ids=prompt,
         response_ids=completion.token_ids[span],
@@ -85,6 +86,7 @@ def _build_sample(
         version=int(plan.version[k]),
         shared=int(plan.shared_length[k]),
         routing=table,
+        sampling_mask=None if mask is None else mask.select(span),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.sampling_mask import SamplingMask, join_masks
 from megatron_dppo.rl.types import (
     Bools,
     Completion,
@@ -57,6 +58,8 @@ class TrainingSample:
     """Experts of the first tokens, in the layers of this rank's stage."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], as in Completion; None without a teacher server."""
+    sampling_mask: SamplingMask | None = None
+    """Mask of L tokens, as in Completion."""
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
@@ -106,6 +109,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     teacher_logprobs = None
     if any(sample.teacher_logprobs is not None for sample in samples):
         teacher_logprobs = _gather_targets([sample.teacher_logprobs for sample in samples], sampled)
+    targets = _join(tokens[at] for tokens, at in zip(sequences, responses, strict=True))
     return Pack(
         token_ids=token_ids,
         position_ids=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
@@ -113,7 +117,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         max_seqlen=int((begins + sizes).max(initial=0)),
         # The predictor is the token before, so that scoring needs no shifted labels.
         predictors=_join(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
-        targets=_join(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
+        targets=targets,
         sample=owner,
         advantage=np.concatenate(
             [np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]
@@ -125,6 +129,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         parents=parents if (parents >= 0).any() else None,
         tokens=tokens if (parents >= 0).any() else None,
         routing=_merge_routing([sample.routing for sample in samples], places, capacity),
+        kept_ids=_pad_masks(samples, sampled, targets),
     )
 
 
@@ -168,6 +173,21 @@ def _gather_targets(
     for values, at in zip(samples, sampled, strict=True):
         parts.append(np.full(len(at), np.nan, np.float32) if values is None else values[at])
     return np.concatenate(parts)
+
+
+def _pad_masks(
+    samples: Sequence[TrainingSample],
+    sampled: Sequence[Ints],
+    targets: Ints,
+) -> Ints | None:
+    """Return the kept ids of trained tokens, [R, K]; None without sampling masks."""
+    lengths = [len(sample.response_ids) for sample in samples]
+    mask = join_masks([sample.sampling_mask for sample in samples], lengths)
+    if mask is None:
+        return None
+    starts = np.cumsum([0, *lengths]).tolist()
+    trained = _join(start + at for start, at in zip(starts, sampled, strict=False))
+    return mask.select(trained).pad(targets)
 
 
 def _join(parts: Iterable[NDArray[Any]]) -> Ints:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.census import PruningStats
+from megatron_dppo.rl.sampling_mask import SamplingMask
 from megatron_dppo.rl.score import Score
 
 Ints = NDArray[np.int64]
@@ -96,8 +97,8 @@ class Completion:
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """[L], from the engine, under the temperature-scaled distribution; not read if
-    ``loss_mask`` is False."""
+    """[L], from the engine, under the temperature-scaled distribution, over the kept ids of
+    ``sampling_mask``; not read if ``loss_mask`` is False."""
     loss_mask: Bools
     """[L], True for tokens that the policy sampled, which are trained on; False for all other
     tokens, such as a tool's."""
@@ -117,6 +118,8 @@ class Completion:
     None: one advantage for all tokens."""
     starts: tuple[int, ...] = ()
     """Starts of the sequences after the first; see ``rl/sequences.py``."""
+    sampling_mask: SamplingMask | None = None
+    """Mask of L tokens; None: log-probabilities are of the whole vocabulary."""
 
     @property
     def oldest_version(self) -> int:
@@ -343,3 +346,6 @@ class Pack:
     routing: Routing | None = None
     """[T, layers of this rank's stage, k]; ``get_unknown_expert`` for unknown routing and
     padding."""
+    kept_ids: Ints | None = None
+    """[R, K], kept ids of each target, see :meth:`SamplingMask.pad`; None: the whole
+    vocabulary."""

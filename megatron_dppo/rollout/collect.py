@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import compute_overlong_penalty, resolve_objective
 from megatron_dppo.rl.plan import compute_remaining_window, gather_metadata
 from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
+from megatron_dppo.rl.sampling_mask import find_mask_error
 from megatron_dppo.rl.score import Score, collect_tracebacks, count_failures
 from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 from megatron_dppo.rl.sequences import check_sequences, compute_longest_response
@@ -107,6 +109,9 @@ class Collector:
             seed=derive_engine_seed(
                 self._config.run.seed, rollouts.step, Purpose.SAMPLING, attempt
             ),
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            sampling_mask=rollout.top_k is not None,
             routing=self._routing,
             branches=rollout.tree.branches,
         )
@@ -258,6 +263,8 @@ class Collector:
             check_sequences(self._config, prompts, completions)
         if self._routing is not None:
             self._check_routing(groups)
+        if rollout.top_k is not None:
+            self._check_masks(groups)
         if rollout.tree.branches:
             self._check_forks(groups)
         if rollout.roles:
@@ -275,6 +282,17 @@ class Collector:
             raise UserError(
                 "loss.replay_routing", self._config.loss.replay_routing, problem, remedy
             )
+
+    def _check_masks(self, groups: Sequence[Group]) -> None:
+        rollout = self._config.rollout
+        for completion in chain.from_iterable(group.completions for group in groups):
+            found = find_mask_error(
+                completion.sampling_mask, completion.token_ids, completion.loss_mask
+            )
+            if found is not None:
+                source = rollout.conversation or rollout.engine_function or rollout.engine
+                problem = f"requires the kept ids of sampled tokens, and {source} {found[0]}"
+                raise UserError("rollout.top_k", rollout.top_k, problem, found[1])
 
     def _check_forks(self, groups: Sequence[Group]) -> None:
         # Only an engine without support for trees returns completions without forks.

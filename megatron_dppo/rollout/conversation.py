@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import FAILURES
 from megatron_dppo.rl.numbers import as_mask
+from megatron_dppo.rl.sampling_mask import join_masks
 from megatron_dppo.rl.sequences import find_sequence_error
 from megatron_dppo.rl.types import Completion, Prompt, Routing
 from megatron_dppo.rollout.conversation_checks import (
@@ -217,6 +218,9 @@ def merge_parts(turns: Iterable[Part]) -> Completion:
         finish_reason=finish_reason,
         routing=_merge_routing([part.routing for part in parts if part.routing is not None]),
         segments=_merge_segments(parts) if has_segments else None,
+        sampling_mask=join_masks(
+            [part.sampling_mask for part in parts], [len(part.token_ids) for part in parts]
+        ),
         starts=tuple(
             at + start for at, part in zip(offsets, parts, strict=False) for start in part.starts
         ),
@@ -256,6 +260,7 @@ def truncate_completion(completion: Completion, length: int, read: int) -> Compl
     Args:
         read: tokens with kept routing, prompt included.
     """
+    mask = completion.sampling_mask
     return Completion(
         token_ids=completion.token_ids[:length],
         logprobs=completion.logprobs[:length],
@@ -264,6 +269,7 @@ def truncate_completion(completion: Completion, length: int, read: int) -> Compl
         finish_reason="length",
         routing=None if completion.routing is None else completion.routing[:read],
         segments=None if completion.segments is None else completion.segments[:length],
+        sampling_mask=mask and mask.select(slice(length)),
     )
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_dppo.process.streams import record_progress
+from megatron_dppo.rl.sampling_mask import SamplingMask
 from megatron_dppo.rl.types import Completion, Routing
 from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, copy_async
 from megatron_dppo.rollout.engine import Sampling
@@ -78,6 +78,11 @@ class Decoding:
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
         self._entropies = torch.zeros_like(self._logprobs) if sampling.needs_entropies else None
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Kept ids of each token, the likeliest first, and their number."""
+        if sampling.sampling_mask and sampling.top_k is not None:
+            ids = self._tokens.new_zeros((count, width, sampling.top_k), dtype=torch.int32)
+            self._kept = ids, ids.new_zeros((count, width))
         self._stops = copy_async(np.array(sampling.stop_token_ids, np.int64), device)
         self._record = routers.start_recording(sampling.routing, count, width)
         self._cache = decoder.new_cache(rows, longest + self._round)
@@ -165,9 +170,13 @@ class Decoding:
         sampling = self._sampling
         place = (rows[:, COMPLETION], rows[:, MADE])
         temperature = sampling.temperature
-        drawn, self._logprobs[place] = sample_tokens(
+        drawn, self._logprobs[place], kept = sample_tokens(
             logits, self._uniforms[place], temperature, sampling.top_p, sampling.top_k
         )
+        if self._kept is not None and kept is not None:
+            ids, counts = self._kept
+            ids[..., : kept[0].shape[-1]][place] = kept[0].int()
+            counts[place] = kept[1].int()
         self._tokens[place] = rows[:, TOKEN] = drawn
         if self._entropies is not None:
             self._entropies[place] = compute_entropies(logits, temperature)
@@ -211,6 +220,10 @@ class Decoding:
                 f"the weights of version {version} give log-probabilities that are not finite"
             )
         entropies = None if self._entropies is None else self._entropies.cpu().numpy()
+        masks: Sequence[SamplingMask | None] = [None] * len(limits)
+        if self._kept is not None:
+            ids, counts = (each.cpu().numpy() for each in self._kept)
+            masks = list(map(_build_mask, ids, counts, lengths.tolist()))
         routing: Sequence[Routing | None] = [None] * len(limits)
         if self._record is not None:
             routing = self._record.get_rows(lengths.tolist())
@@ -224,6 +237,7 @@ class Decoding:
                 versions=np.full(length, version, np.int32),
                 finish_reason="stop" if first_stop[row] < limits[row] else "length",
                 routing=routing[row],
+                sampling_mask=masks[row],
             )
             own = None if entropies is None else entropies[row, :length].copy()
             return prefix.extend(slot, [part], own)
@@ -236,6 +250,13 @@ class Decoding:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return copy_async(array, self._rows.device)
+
+
+def _build_mask(ids: NDArray[np.int32], counts: NDArray[np.int32], length: int) -> SamplingMask:
+    """Build the mask of the first tokens from ids [width, k], the likeliest first, and the counts
+    of kept ids [width]."""
+    own = counts[:length].copy()
+    return SamplingMask(own, ids[:length][np.arange(ids.shape[1]) < own[:, None]])
 
 
 def build_uniforms(
@@ -278,37 +299,42 @@ def sample_tokens(
     temperature: float,
     top_p: float | None = None,
     top_k: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Sample one token per row.
 
     Args:
         logits: [rows, vocabulary]
         uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
         temperature: 0: likeliest token, with log-probabilities at temperature 1.
-        top_p, top_k: truncation as in :class:`Sampling`; ``top_k`` is applied first.
+        top_p, top_k: truncation as in :class:`Sampling`; ``top_k`` is applied first, and keeps
+            exactly this number of tokens.
 
     Returns:
-        [rows] int64 tokens, and their [rows] fp32 log-probabilities under the temperature-scaled
-        distribution of the whole vocabulary.
+        - [rows] int64 tokens.
+        - [rows], fp32 log-probabilities under the temperature-scaled and truncated distribution.
+        - Ids of tokens, [rows, k], the likeliest first, and the number of kept ids, [rows]; None
+          without truncation.
     """
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
+    kept = None
+    ids = None
+    if temperature != 0 and (top_p is not None or top_k is not None):
+        size = scaled.shape[-1]
+        scaled, ids = scaled.topk(min(top_k or size, size))
+        if top_p is not None:
+            shares = torch.softmax(scaled, dim=-1)
+            scaled[shares.cumsum(dim=-1) - shares >= top_p] = -torch.inf
+        kept = ids, (scaled > -torch.inf).sum(dim=-1)
     largest = scaled.amax(dim=-1, keepdim=True)
     weights = (scaled - largest).exp_()
     if temperature == 0:
-        tokens = logits.argmax(dim=-1, keepdim=True)
-    elif top_p is None and top_k is None:
-        tokens = invert_cdf(weights, uniforms)
+        places = logits.argmax(dim=-1, keepdim=True)
     else:
-        ids = torch.empty(0)
-        kept = scaled
-        if top_k is not None:
-            kept = TopKLogitsWarper(top_k)(ids, kept)
-        if top_p is not None:
-            kept = TopPLogitsWarper(top_p)(ids, kept)
-        tokens = invert_cdf((kept - largest).exp_(), uniforms)
+        places = invert_cdf(weights, uniforms)
     # Without log_softmax, which would need two more passes over the vocabulary.
-    logprobs = scaled.gather(-1, tokens) - largest - weights.sum(dim=-1, keepdim=True).log_()
-    return tokens[:, 0], logprobs[:, 0]
+    logprobs = scaled.gather(-1, places) - largest - weights.sum(dim=-1, keepdim=True).log_()
+    tokens = places if ids is None else ids.gather(-1, places)
+    return tokens[:, 0], logprobs[:, 0], kept
 
 
 def invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,9 @@ Pending = TypeVar("Pending")
 class Sampling:
     """Sampling settings of a request to the local engine or a server.
 
-    Log-probabilities belong to the temperature-scaled distribution. With ``top_p`` or ``top_k``,
-    no caller reads log-probabilities.
+    Log-probabilities belong to the temperature-scaled distribution, over the kept ids if
+    ``sampling_mask`` is set. Otherwise no caller reads log-probabilities of a truncated
+    distribution.
     """
 
     samples: int
@@ -59,10 +60,13 @@ class Sampling:
     """(seed, prompt id, sample) determines a completion's sampling, if the engine supports
     seeds."""
     top_p: float | None = None
-    """Least total probability of the likeliest tokens, for nucleus sampling; None: all tokens, as
-    in training."""
+    """Least total probability of the likeliest tokens, for nucleus sampling; None: all
+    tokens."""
     top_k: int | None = None
-    """Number of the likeliest tokens; None: all tokens, as in training."""
+    """Number of the likeliest tokens; None: all tokens."""
+    sampling_mask: bool = False
+    """Whether completions have a :class:`SamplingMask`, with the tokens that ``top_k`` and
+    ``top_p`` keep."""
     routing: RoutingShape | None = None
     """Shape of the reported routing; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()

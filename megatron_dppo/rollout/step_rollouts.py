@@ -27,6 +27,7 @@ from megatron_dppo.bridge.checkpoint_folder import build_corruption_error
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.sampling_mask import SamplingMask
 from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
@@ -108,6 +109,8 @@ class StepRollouts:
         limit = config.rollout.max_response_tokens
         for rollout in self.partial or ():
             completion = rollout.completion
+            if _has_mask(completion) != (config.rollout.top_k is not None):
+                return False
             if len(completion.token_ids) >= limit + rollout.ended:
                 return False
             if completion.oldest_version < min_version:
@@ -142,6 +145,8 @@ class StepRollouts:
                 if (completion.teacher_logprobs is not None) != teaching.has_server(source):
                     return False
                 if needs_routing and completion.routing is None:
+                    return False
+                if _has_mask(completion) != (rollout.top_k is not None):
                     return False
         return True
 
@@ -314,6 +319,10 @@ def _unpack_partial(stored: dict[str, Any], prompt_ids: set[int]) -> list[Partia
     ]
 
 
+def _has_mask(completion: Completion) -> bool:
+    return completion.sampling_mask is not None
+
+
 _COLUMNS = (
     "token_ids",
     "logprobs",
@@ -325,6 +334,9 @@ _COLUMNS = (
     "starts",
 )
 """Fields of a completion with separate lengths, or None."""
+_MASK_COLUMNS = ("counts", "token_ids")
+"""Fields of a completion's sampling mask."""
+_MASK = "mask_"
 
 
 def _pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -334,8 +346,13 @@ def _pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray
             [completion.finish_reason == "stop" for completion in completions], bool
         )
     }
+    columns = {}
     for name in _COLUMNS:
-        values = [getattr(completion, name) for completion in completions]
+        columns[name] = [getattr(completion, name) for completion in completions]
+    masks = [completion.sampling_mask for completion in completions]
+    for name in _MASK_COLUMNS:
+        columns[_MASK + name] = [mask and getattr(mask, name) for mask in masks]
+    for name, values in columns.items():
         known = [np.asarray(value) for value in values if value is not None]
         packed[name] = np.concatenate(known) if known else np.zeros(0)
         lengths = np.full(len(values), -1, np.int64)
@@ -348,7 +365,9 @@ def _pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray
 
 def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
     columns = {}
-    for name in _COLUMNS:
+    # Checkpoints of versions without sampling masks lack the last columns.
+    has_masks = _MASK + _MASK_COLUMNS[0] in stored
+    for name in (*_COLUMNS, *(_MASK + each for each in _MASK_COLUMNS if has_masks)):
         lengths = stored[name + _LENGTHS]
         parts = np.split(stored[name], np.cumsum(np.maximum(lengths, 0))[:-1])
         # For no completions, ``np.split`` returns one part too many.
@@ -359,6 +378,8 @@ def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
     for number, stopped in enumerate(stored["stopped"].tolist()):
         found: dict[str, Any] = {name: column[number] for name, column in columns.items()}
         found["starts"] = tuple(map(int, found["starts"]))
+        mask = [found.pop(_MASK + name, None) for name in _MASK_COLUMNS]
+        found["sampling_mask"] = None if mask[0] is None else SamplingMask(*mask)
         yield Completion(**found, finish_reason="stop" if stopped else "length")
 
 

@@ -25,6 +25,7 @@ from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.world import World
+    from megatron_dppo.rl.sampling_mask import SamplingMask
     from megatron_dppo.rl.types import Ints, Pack, Prompt, Routing
     from megatron_dppo.rollout.engine import RolloutEngine
     from megatron_dppo.trainer.assemble import PolicyParts
@@ -60,6 +61,7 @@ class ComparedCompletion:
     versions: tuple[int, ...]
     """Versions of the weights that generated the tokens."""
     routing: Routing | None = None
+    sampling_mask: SamplingMask | None = None
 
     @property
     def differences(self) -> NDArray[np.float64]:
@@ -262,6 +264,9 @@ def _generate_completions(
         samples=SAMPLES,
         max_tokens=min(MAX_TOKENS, config.rollout.max_response_tokens),
         temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        sampling_mask=config.rollout.top_k is not None,
         stop_token_ids=policy.stop_ids,
         seed=derive_engine_seed(config.run.seed, version, Purpose.AGREEMENT),
         routing=policy.routing,
@@ -275,6 +280,7 @@ def _generate_completions(
             engine=completion.logprobs,
             versions=tuple(np.unique(completion.versions).tolist()),
             routing=completion.routing,
+            sampling_mask=completion.sampling_mask,
         )
         for server, groups in engine.sample_each(prompts, sampling).items()
         for prompt, group in zip(prompts, groups, strict=True)
@@ -332,6 +338,7 @@ def _build_sample(completion: ComparedCompletion, layers: Ints | None) -> Traini
         scale=0.0,
         version=min(completion.versions),
         routing=routing,
+        sampling_mask=completion.sampling_mask,
     )
 
 

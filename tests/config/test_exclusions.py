@@ -44,6 +44,7 @@ NAMES = {
     "rollout.roles": "[solver]",
     "rollout.launch.tp": "[1,2]",
     "loss.mask_below": "0.5",
+    "rollout.top_p": "0.5",
     "eval.top_p": "0.5",
 }
 """Values of settings that no word will do for."""
@@ -51,6 +52,7 @@ MEET = {
     "usable_pack<longest": ["pack.max_tokens=1535"],
     "layout.pack_multiple>1": ["layout.cp=2"],
     "loss.distillation.servers": ["loss.distillation.teacher=http://a:1"],
+    "loss.distillation.models": ["loss.distillation.teacher=dir"],
     "loss.distillation.named": ["loss.distillation.teacher=dir"],
     "rollout.tree.deepest>rollout.tree.levels": ["rollout.tree.depths=[0,2]"],
     "rollout.tree.last_fork>=rollout.max_response_tokens": ["rollout.max_response_tokens=2"],

@@ -120,12 +120,16 @@ ELSEWHERE = {
     r"pip install '\.\[trl,cpu\]'": ("scripts/test.sh", "extras=cpu,trl"),
     r"bash scripts/check_gpu\.sh [AB]": ("tests/scripts/test_shell_scripts.py", '"check_gpu.sh"'),
     r"export SERVER_PYTHON=\S+": ("tests/slurm/test_submission.py", '"SERVER_PYTHON"'),
+    r"JUDGE_URL=\S+ JUDGE_MODEL=\S+ megatron-dppo train configs/judge\.yaml": (
+        "tests/rewards/test_judge.py",
+        "docs/recipes/judge.md",
+    ),
     r"megatron-dppo serve CONFIG( --check)?": ("scripts/slurm/job.sh", "megatron_dppo serve"),
 }
 """Commands that other scripts and tests run: a file, and the words in it that run the command."""
 NOWHERE = (
     r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*",
-    r"python -m sglang\.launch_server .*",
+    r"python -m sglang\.launch_server .*|vllm serve .*",
     r"bash scripts/figures\.sh .*",
     r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*",
     r"SLIME=\S+ MILES=\S+ python -m pytest tests/integrations/test_slime\.py",

@@ -42,17 +42,34 @@ def case(
     return hidden, weight.to(dtype), targets, torch.randn(positions, generator=generator)
 
 
+def kept_of(targets: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return the targets and up to five ids of the vocabulary each; the first alone, and some
+    repeated."""
+    generator = torch.Generator().manual_seed(7)
+    kept = torch.randint(0, vocab, (len(targets), 6), generator=generator)
+    kept[:, 2] = targets
+    kept[::3, 3:] = targets[::3, None]
+    kept[:1] = targets[:1, None]
+    return kept
+
+
 def naive(
-    data: Case, vocab: int, temperature: float, bonus: float = 0.0
+    data: Case, vocab: int, temperature: float, bonus: float = 0.0, masked: bool = False
 ) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
     """Return scores, and the gradients of hidden states and weight; ``bonus``: factor of the
-    entropies in the loss."""
+    entropies in the loss; ``masked``: by ``kept_of``."""
     hidden, weight = (tensor.double().requires_grad_() for tensor in data[:2])
     _, _, targets, grad = data
-    logprobs = torch.log_softmax(hidden @ weight[:vocab].t() / temperature, dim=-1)
+    logits = hidden @ weight[:vocab].t() / temperature
+    if masked:
+        dropped = torch.ones_like(logits, dtype=torch.bool)
+        logits = logits.masked_fill(dropped.scatter(1, kept_of(targets, vocab), False), -torch.inf)
+    logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    probabilities = logprobs.exp()
-    entropy = -(probabilities * logprobs).sum(dim=1)
+    entropy = torch.special.entr(logprobs.exp()).sum(dim=1)
+    if masked:
+        # ``entr`` has no gradient at 0.
+        entropy = torch.stack([torch.special.entr(row[row > 0]).sum() for row in logprobs.exp()])
     (chosen * grad + bonus * entropy * grad.flip(0)).sum().backward()
     return HeadOutput(chosen.detach(), entropy.detach()), hidden.grad, weight.grad
 
@@ -64,6 +81,7 @@ def ours(
     chunk_mib: int = 64,
     group: Any = None,
     bonus: float = 0.0,
+    masked: bool = False,
 ) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
     hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
     _, _, targets, grad = data
@@ -71,6 +89,7 @@ def ours(
         hidden,
         weight,
         targets,
+        kept_ids=kept_of(targets, vocab) if masked else None,
         vocab_size=vocab,
         temperature=temperature,
         tp_group=group,
@@ -88,21 +107,33 @@ def assert_equal(left: tuple[Any, ...], right: tuple[Any, ...], tolerance: float
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bonus", [0.0, 0.7])
 @pytest.mark.parametrize(("temperature", "padding"), [(0.6, 61), (1.7, 0)])
 def test_scores_and_gradients_equal_the_naive_head(
-    temperature: float, padding: int, bonus: float
+    temperature: float, padding: int, bonus: float, masked: bool
 ) -> None:
     data = case(positions=37, vocab=451, rows=451 + padding)
-    assert_equal(ours(data, 451, temperature, bonus=bonus), naive(data, 451, temperature, bonus))
+    assert_equal(
+        ours(data, 451, temperature, bonus=bonus, masked=masked),
+        naive(data, 451, temperature, bonus, masked),
+    )
 
 
+def test_token_that_is_kept_alone_is_certain() -> None:
+    scores, *_ = ours(case(positions=37, vocab=451, rows=512), 451, 0.01, masked=True)
+    assert scores.logprobs[0] == scores.entropy[0] == 0.0
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bonus", [0.0, 0.7])
-def test_chunks_change_nothing(bonus: float) -> None:
+def test_chunks_change_nothing(bonus: float, masked: bool) -> None:
     data = case(
         positions=50, vocab=40_000, rows=40_064
     )  # chunks of 3 forward and 6 backward, or one of all
-    few, many = (ours(data, 40_000, 0.8, chunk_mib, bonus=bonus) for chunk_mib in (256, 1))
+    few, many = (
+        ours(data, 40_000, 0.8, chunk_mib, bonus=bonus, masked=masked) for chunk_mib in (256, 1)
+    )
     assert_equal(few, many)
 
 
@@ -173,7 +204,7 @@ def test_no_tensor_is_larger_than_a_chunk_forward_or_backward() -> None:
 
 
 def score_in_parts(
-    rank: int, size: int, vocab: int, positions: int, bonus: float = 0.0
+    rank: int, size: int, vocab: int, positions: int, bonus: float = 0.0, masked: bool = False
 ) -> tuple[Any, ...]:
     """Return this rank's scores, the sum over ranks of the hidden states' gradient, and the
     weight's gradient."""
@@ -181,7 +212,7 @@ def score_in_parts(
     hidden, weight, targets, grad = data
     part = weight.chunk(size)[rank]
     scores, hidden_grad, weight_grad = ours(
-        (hidden, part, targets, grad), vocab, 0.8, 1, dist.group.WORLD, bonus
+        (hidden, part, targets, grad), vocab, 0.8, 1, dist.group.WORLD, bonus, masked
     )
     dist.all_reduce(hidden_grad)
     return scores, hidden_grad, weight_grad
@@ -190,14 +221,15 @@ def score_in_parts(
 def test_vocabulary_over_two_ranks_equals_one(ranks: RankPool) -> None:
     """Without padding, with padding, with a rank without tokens, and without positions."""
     cases = ((128, 30), (101, 30), (50, 30), (101, 0), (101, 30, 0.7), (50, 30, 0.7))
+    cases += ((101, 30, 0.7, True), (50, 30, 0.7, True), (101, 0, 0.0, True))
     assert_parts_equal(cases, ranks.in_turn(2, *((score_in_parts, *each) for each in cases)))
 
 
 def assert_parts_equal(cases: Sequence[tuple[Any, ...]], results: Iterable[Sequence[Any]]) -> None:
     """Compare results of ``score_in_parts`` with one rank's."""
-    for (vocab, positions, *bonus), parts in zip(cases, results, strict=True):
+    for (vocab, positions, *options), parts in zip(cases, results, strict=True):
         data = case(positions=positions, vocab=vocab, rows=128)
-        whole = ours(data, vocab, 0.8, 64, None, *bonus)
+        whole = ours(data, vocab, 0.8, 64, None, *options)
         weight_grad = torch.cat([part[2] for part in parts])
         for scores, hidden_grad, _ in parts:
             assert_equal((scores, hidden_grad, weight_grad), whole)

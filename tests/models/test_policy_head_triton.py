@@ -58,9 +58,10 @@ def head(
     chunk_mib: int,
     dtype: torch.dtype,
     bonus: float = 0.0,
+    masked: bool = False,
 ) -> Any:
     data = case(positions, vocab, rows, dtype=dtype, sharpness=1.0)
-    return ours(data, vocab, 0.8, chunk_mib, None, bonus)
+    return ours(data, vocab, 0.8, chunk_mib, None, bonus, masked)
 
 
 def test_head_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
@@ -83,17 +84,18 @@ def test_head_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
 
 
 def test_bonus_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
-    """With one chunk, whose kept logits the gradient overwrites, and with several."""
+    """With one chunk, whose kept logits the gradient overwrites, and with several; with sampling
+    masks too."""
     data = case(15, 9001, 9088, sharpness=1.0)
-    calls = [(head, 15, 9001, 9088, chunk_mib, torch.float32, 0.7) for chunk_mib in (1, 64)]
+    cases = [(chunk_mib, masked) for chunk_mib in (1, 64) for masked in (False, True)]
+    calls = [(head, 15, 9001, 9088, size, torch.float32, 0.7, masked) for size, masked in cases]
     [results] = interpret(1, *calls)
-    expected = naive(data, 9001, 0.8, 0.7)
-    for found in results:
-        assert_equal(found, expected)
+    for (_, masked), found in zip(cases, results, strict=True):
+        assert_equal(found, naive(data, 9001, 0.8, 0.7, masked))
 
 
 def test_kernels_over_two_ranks_equal_operators_on_one(interpret: Interpret) -> None:
-    cases = [(128, 9), (101, 9), (50, 9), (101, 0), (101, 9, 0.7)]
+    cases = [(128, 9), (101, 9), (50, 9), (101, 0), (101, 9, 0.7), (101, 9, 0.7, True)]
     results = interpret(2, *((score_in_parts, *each) for each in cases))
     assert_parts_equal(cases, zip(*results, strict=True))
 

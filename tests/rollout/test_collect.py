@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -365,6 +366,22 @@ def test_logged_metric_is_the_mean_over_its_completions_on_all_ranks(tokenizer: 
     ):
         logged = metrics["reward/depth"], metrics["reward/deep"], metrics["reward/errors"]
         assert logged == (pytest.approx(4.0), 1.0, 1.0)
+
+
+def test_completions_without_kept_ids_to_replay_are_refused(tokenizer: Tokenizer) -> None:
+    """Rollouts ask for the kept ids, and evaluations do not."""
+
+    def on_a_rank(world: World) -> tuple[str, list[tuple[Any, ...]]]:
+        settings = "rollout.top_k=9", "rollout.top_p=0.5"
+        bench = Bench(tokenizer, {4: MIXED}, *settings, world=world)
+        with pytest.raises(UserError, match="returned a completion without them") as caught:
+            bench.collect()
+        bench.collector.submit([pool_of(10)[4]], Sampling(1, 8, 1.0, (), seed=1))
+        asked = [sampling for _, sampling in bench.engine.asked]
+        return caught.value.setting, [(s.top_k, s.top_p, s.sampling_mask) for s in asked]
+
+    expected = "rollout.top_k", [(9, 0.5, True), (None, None, False)]
+    assert as_ranks(2, on_a_rank) == [expected] * 2
 
 
 def test_completions_without_routing_to_replay_are_refused(tokenizer: Tokenizer) -> None:

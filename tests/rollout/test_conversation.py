@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.rl.sampling_mask import SamplingMask
 from megatron_dppo.rl.sequences import split_sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout import conversation
@@ -248,6 +249,23 @@ def test_routing_of_a_token_is_that_of_its_first_reader() -> None:
     ):
         assert completion.routing is not None and completion.routing.ravel().tolist() == expected
     assert finished([turn(1, 2), [5], turn(3)]).routing is None
+
+
+def masked(turn: Completion, *kept: list[int]) -> Completion:
+    return replace(turn, sampling_mask=SamplingMask.from_lists(kept))
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts"), [(30, [2, 1, 0, 0, 1, 3, 1, 0]), (6, [2, 1, 0, 0, 1, 3])]
+)
+def test_kept_ids_stay_with_their_token(limit: int, counts: list[int]) -> None:
+    """Through turns, contexts and the limit."""
+    turns = [masked(turn(1, 2), [1, 9], [2]), [5, 6]]
+    turns += [masked(turn(3, 4, STOP), [3], [8, 4, 1], [STOP]), [9]]
+    mask = finished(turns, limit=limit).sampling_mask
+    assert mask is not None and mask.counts.tolist() == counts
+    assert mask.token_ids.tolist() == [1, 9, 2, 3, 8, 4, 1, STOP][: sum(counts)]
+    assert finished([turn(1, 2), [5], turn(3)]).sampling_mask is None
 
 
 class ScriptedClient:

@@ -22,7 +22,7 @@ def test_uniforms_are_a_function_of_seed_prompt_and_sample() -> None:
 
 def test_impossible_token_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(2, 1)
-    tokens, logprobs = sample_tokens(logits, torch.tensor([0.0, LAST], dtype=torch.float64), 0.7)
+    tokens, logprobs, _ = sample_tokens(logits, torch.tensor([0.0, LAST], dtype=torch.float64), 0.7)
     assert tokens.tolist() == [1, 1] and logprobs.tolist() == [0.0, 0.0]
 
 
@@ -31,7 +31,7 @@ def test_every_rare_token_can_be_drawn() -> None:
     rare, share, seen = 4096, 3e-8, 100
     logits = torch.log(torch.tensor([1 - rare * share] + [share] * rare))
     uniforms = 1 - torch.linspace(seen * share, 0, 4 * seen + 1, dtype=torch.float64)[:-1]
-    tokens, _ = sample_tokens(logits.repeat(len(uniforms), 1), uniforms, 1.0)
+    tokens, *_ = sample_tokens(logits.repeat(len(uniforms), 1), uniforms, 1.0)
     assert len(tokens.unique()) >= seen
 
 
@@ -47,14 +47,16 @@ def test_every_rare_token_can_be_drawn() -> None:
 def test_tokens_are_drawn_by_their_share_of_the_likeliest(
     top_p: float, top_k: int, parts: list[int]
 ) -> None:
-    """Over all uniforms, at a temperature. Log-probabilities are those of the whole
-    distribution."""
+    """Over all uniforms, at a temperature. Log-probabilities are those of the draw."""
     draws, temperature, law = 20_000, 0.7, torch.tensor([0.2, 0.4, 0.1, 0.3]).log()
     uniforms = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    tokens, logprobs = sample_tokens(
+    tokens, logprobs, kept = sample_tokens(
         (temperature * law).expand(draws, -1), uniforms, temperature, top_p, top_k
     )
     found, expected = torch.bincount(tokens, minlength=4) / draws, torch.tensor(parts) / sum(parts)
     torch.testing.assert_close(found, expected, atol=2 / draws, rtol=0)
     assert not found[expected == 0].any()
-    torch.testing.assert_close(logprobs, law[tokens])
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+    likeliest = [number for number in (1, 3, 0, 2) if parts[number]]
+    for ids, count in zip(*kept, strict=True) if kept else ():
+        assert ids[:count].tolist() == likeliest

@@ -14,6 +14,7 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.sampling_mask import SamplingMask
 from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.metadata import build_metadata
@@ -40,9 +41,11 @@ def group_of(prompt: int, kind: str = "plain") -> Group:
     completions = []
     for sample, length in enumerate(rng.integers(3, 9, 3).tolist()):
         mask = np.arange(length) != 1 + sample
+        kept = [range(token) for token in rng.integers(1, 9, length) * mask]
         fields: dict[str, Any] = {
             "plain": {},
             "routed": {"routing": rng.integers(0, 300, (length + sample, 3, 2)).astype(np.uint16)},
+            "masked": {"sampling_mask": SamplingMask.from_lists(kept)},
             "sequences": {"starts": [(), (1,), (1, 2)][sample] if prompt % 2 else ()},
             "roles": {"segments": np.where(mask, np.arange(length) % 2, -1).astype(np.int8)},
             "forks": {"segments": np.arange(length, dtype=np.int8) // 3},
@@ -96,6 +99,8 @@ def read(world: World, place: Path) -> StepRollouts:
 
 def bits_of(completion: Completion) -> list[Any]:
     values = [getattr(completion, field) for field in Completion.__slots__]
+    mask = values.pop()
+    values += [mask.counts, mask.token_ids] if isinstance(mask, SamplingMask) else [mask]
     return [(v.dtype, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values]
 
 
@@ -104,6 +109,7 @@ def bits_of(completion: Completion) -> list[Any]:
     [
         ("plain", 3, 1),
         ("routed", 2, 7),
+        ("masked", 2, 3),
         ("sequences", 1, 1),
         ("roles", 2, 3),
         ("forks", 1, 1),
@@ -176,6 +182,37 @@ def test_rollouts_fit_by_age_and_routing() -> None:
     assert [
         each.can_resume(config, min_version=0, needs_routing=True) for each in (plain, routed)
     ] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "fits"),
+    [
+        ("masked", ["rollout.top_k=9"], True),
+        ("masked", [], False),
+        ("plain", ["rollout.top_k=9"], False),
+    ],
+)
+def test_rollouts_with_other_log_probabilities_are_not_resumed(
+    kind: str, settings: list[str], fits: bool
+) -> None:
+    """Whole and in parts."""
+    config = load_config(None, ["rollout.samples_per_prompt=3", *settings])
+    parts = [PartialRollout(8, 0, group_of(8, kind).completions[0], True)]
+    for rollouts in (complete_of(world_of(1, 0), kind), StepRollouts(SELECTION, 5, partial=parts)):
+        assert rollouts.can_resume(config, min_version=0, needs_routing=False) == fits
+
+
+def test_rollouts_of_a_version_without_sampling_masks_come_back(tmp_path: Path) -> None:
+    written = write(world := world_of(1, 0), tmp_path)
+    for file in tmp_path.rglob("*.npz"):
+        with np.load(file) as stored:
+            older = {name: stored[name] for name in stored.files if not name.startswith("mask_")}
+        np.savez(file, **older)
+    back = read(world, tmp_path)
+    assert written.complete is not None and back.complete is not None
+    for row, group in written.complete.held.items():
+        found = back.complete.held[row].completions
+        assert list(map(bits_of, found)) == list(map(bits_of, group.completions))
 
 
 def test_steps_come_back_in_their_order_and_partial_rollouts_to_their_rank(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.config import BranchConfig
+from megatron_dppo.rl.sampling_mask import find_mask_error
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.engine import Sampling
@@ -206,6 +207,37 @@ def test_every_leaf_has_the_law_of_a_single_completion(branches: Branches, tmp_p
     ]
     apart = [first.token_ids[place] != last.token_ids[place] for first, last, place in forked]
     assert 0.5 < np.mean(apart) < 1.0, "siblings are drawn apart, and agree by chance alone"
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(None, 3), (0.8, 6), (0.8, VOCABULARY + 1)])
+@pytest.mark.parametrize("branches", [(), FIXED])
+def test_kept_ids_are_those_of_a_plain_forward(
+    branches: Branches, top_p: float | None, top_k: int, tmp_path: Path
+) -> None:
+    """Log-probabilities are of the kept ids: also of tokens that siblings share."""
+    policy, prompts = make_policy(), make_prompts(3, 11)
+    engine = make_engine(policy, tmp_path, max_batch=19)
+    asked = replace(tree_of(branches), top_p=top_p, top_k=top_k)
+    groups = generate(engine, prompts, replace(asked, sampling_mask=True))
+    assert tokens_of(groups) == tokens_of(generate(engine, prompts, asked))
+    widths = set()
+    for prompt, group in zip(prompts, groups, strict=True):
+        for leaf in group:
+            assert find_mask_error(leaf.sampling_mask, leaf.token_ids, leaf.loss_mask) is None
+            plain = plain_logprobs(policy, prompt, leaf, asked.temperature)
+            kept = np.split(leaf.sampling_mask.token_ids, np.cumsum(leaf.sampling_mask.counts)[:-1])
+            for row, ids, token, logprob in zip(
+                plain, kept, leaf.token_ids, leaf.logprobs, strict=True
+            ):
+                likeliest = row.topk(min(top_k, VOCABULARY))
+                before = torch.softmax(likeliest.values, dim=0).cumsum(dim=0).roll(1)
+                before[0] = 0.0
+                count = int((before < (top_p or 1.1)).sum())
+                assert ids.tolist() == likeliest.indices[:count].tolist()
+                whole = row[ids].logsumexp(dim=0)
+                assert logprob == pytest.approx(float(row[token] - whole), abs=1e-5)
+                widths.add(count)
+    assert len(widths) == 1 if top_p is None else len(widths) > 2
 
 
 @torch.no_grad()

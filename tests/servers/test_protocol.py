@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.rl.sampling_mask import find_mask_error
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import (
@@ -180,6 +181,22 @@ def test_logprobs_are_those_of_the_scaled_distribution(
     for result in results:
         assert served.differences(old, result, temperature=temperature or 1.0).max() < AGREES
         assert result.versions == (("1", len(result.token_ids)),)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_are_those_of_the_kept_ids(
+    serve: Callable[..., Served], old: Weights, temperature: float
+) -> None:
+    served = serve("sglang")
+    asked = {"samples": 3, "top_k": 9, "top_p": 0.8, "sampling_mask": True}
+    for result in served.generate(**asked, temperature=temperature):
+        tokens, mask = result.token_ids, result.sampling_mask
+        assert find_mask_error(mask, tokens, np.ones(len(tokens), bool)) is None
+        assert 1 < mask.counts.max() <= 9
+        every = served.distributions(old, PROMPT, tokens, temperature)
+        kept = np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])
+        for row, ids, token, logprob in zip(every, kept, tokens, result.logprobs, strict=True):
+            assert logprob == pytest.approx(float(row[token] - row[ids].logsumexp(0)), abs=AGREES)
 
 
 def test_a_stop_token_ends_a_completion_and_is_its_last(served: Served) -> None:

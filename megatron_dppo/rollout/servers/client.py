@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.sampling_mask import SamplingMask
 from megatron_dppo.rl.types import Routing
 from megatron_dppo.rollout.servers.http import Http, ServerError, wrap_errors
 
@@ -56,6 +57,8 @@ class ServerInfo:
     the ranks of the first stage."""
     routing: bool = False
     """Whether the server reports the chosen experts on request."""
+    sampling_mask: bool = False
+    """Whether the server reports the kept ids of top-k and top-p on request."""
     lora_rank: int = 0
     """Maximum rank of an adapter; 0: no adapters."""
     lora_targets: frozenset[str] = frozenset()
@@ -74,7 +77,8 @@ class GenerateResult:
     token_ids: NDArray[np.int32]
     """[L]"""
     logprobs: NDArray[np.float32]
-    """[L], under the temperature-scaled distribution; at temperature 0, under temperature 1."""
+    """[L], under the temperature-scaled distribution, over the kept ids of ``sampling_mask``; at
+    temperature 0, under temperature 1."""
     versions: tuple[tuple[str, int], ...]
     """Version and number of consecutive tokens, in order; the counts sum to L."""
     reason: Literal["stop", "length", "abort"]
@@ -82,6 +86,8 @@ class GenerateResult:
     """[P + L − 1, layers, k]: experts of all tokens of prompt and continuation but the last."""
     entropies: NDArray[np.float64] | None = None
     """[L], see :func:`compute_entropy_bounds`; None if not requested."""
+    sampling_mask: SamplingMask | None = None
+    """Mask of L tokens; None if not requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +284,24 @@ class ServerClient(ABC):
             )
             raise ServerError(self.url, problem, alive=True)
         return reported.reshape(wanted).astype(shape.dtype)
+
+    def parse_mask(
+        self,
+        sampling: Sampling,
+        length: int,
+        kept: Sequence[Sequence[int]] | None,
+    ) -> SamplingMask | None:
+        """Parse the kept ids of ``length`` tokens.
+
+        Raises:
+            ServerError: requested ids are missing.
+        """
+        if not sampling.sampling_mask:
+            return None
+        if len(kept or ()) != length:
+            problem = f"reported the kept ids of {len(kept or ())} tokens, and generated {length}"
+            raise ServerError(self.url, problem, alive=True)
+        return SamplingMask.from_lists(kept or ())
 
     async def get_routes(self) -> frozenset[str]:
         """Return the paths served: capabilities follow from paths, not from the version."""

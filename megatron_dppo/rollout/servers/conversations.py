@@ -43,7 +43,15 @@ def to_completion(result: GenerateResult, versions: NDArray[np.int32]) -> Comple
     """Convert a server's continuation into a completion; the policy sampled every token."""
     sampled = np.ones(len(result.token_ids), bool)
     reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
-    return Completion(result.token_ids, result.logprobs, sampled, versions, reason, result.routing)
+    return Completion(
+        result.token_ids,
+        result.logprobs,
+        sampled,
+        versions,
+        reason,
+        result.routing,
+        sampling_mask=result.sampling_mask,
+    )
 
 
 class Conversations:

@@ -63,6 +63,8 @@ class EngineSpec:
     adapter_flags: Callable[[LoraConfig], list[str]]
     """Flags of a server that loads adapters, one at a time. Raises UserError for adapters not
     supported by this kind of server."""
+    mask_flags: tuple[str, ...] = ()
+    """Flags of a server that reports the kept ids of ``rollout.top_k``."""
     adapter_files: bool = False
     """Whether adapters come in files; otherwise with a request."""
     adapter_environment: Mapping[str, str] = field(default_factory=dict)
@@ -229,6 +231,8 @@ def server_command(
         words += ["--load-format", "dummy"]
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
+    if rollout.top_k is not None:
+        words += spec.mask_flags
     if rollout.sync.adapter:
         words += spec.adapter_flags(config.model.lora)
     return [*words, *rollout.launch.flags]

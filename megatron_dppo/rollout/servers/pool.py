@@ -389,6 +389,10 @@ class ServerPool:
                 "does not report the chosen experts, and loss.replay_routing = rollout replays them"
             )
             remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
+        elif rollout.top_k is not None and not info.sampling_mask:
+            problem = "does not report kept ids, and rollout.top_k replays them in training"
+            words = shlex.join(load_engine_spec(rollout.engine).mask_flags)
+            remedy = f"Start it with {words or 'a later version'}, or remove rollout.top_k"
         elif rollout.sync.adapter and not _supports_adapters(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
             problem = (

@@ -71,6 +71,7 @@ class SglangClient(ServerClient):
             dtype=_parse_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
             routing=bool(server.get("enable_return_routed_experts")),
+            sampling_mask="sampling_mask_max_tokens" in server,
             lora_rank=(server.get("max_lora_rank") or 0) if server.get("enable_lora") else 0,
             lora_targets=frozenset(server.get("lora_target_modules") or ()),
         )
@@ -108,6 +109,8 @@ class SglangClient(ServerClient):
         body: dict[str, Any] = {"return_logprob": True}
         if sampling.routing is not None:
             body["return_routed_experts"] = True
+        if sampling.sampling_mask:
+            body["return_sampling_mask"] = True
         if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
         if await self._is_deterministic():
@@ -262,6 +265,9 @@ class SglangClient(ServerClient):
         tokens = answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+        if sampling.sampling_mask:
+            # ``output_token_logprobs`` are of the whole vocabulary.
+            logprobs = meta.get("output_token_sampling_logprobs", ())
         if len(logprobs) != len(tokens) or reason not in ("stop", "length", "abort"):
             content = (
                 f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason "
@@ -296,6 +302,9 @@ class SglangClient(ServerClient):
             reason=reason,
             routing=self.parse_routing(sampling, prompt, len(tokens), reason, routing),
             entropies=entropies,
+            sampling_mask=self.parse_mask(
+                sampling, len(tokens), meta.get("output_token_sampling_mask")
+            ),
         )
 
 

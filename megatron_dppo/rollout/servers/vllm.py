@@ -17,6 +17,8 @@ Properties of vLLM:
 - Cached prompts are distinguished by an adapter's name and path, not by content.
 - In the list of likeliest tokens, the drawn token comes first, and may displace the last.
 - On CPU, prepacked parameters have checksums of empty tensors.
+- With ``--return-sampling-mask``, every request needs a temperature and ``top_k`` above 0, and the
+  answer has the kept ids. CPU servers do not support the flag.
 - On CPU, a request with a seed kills the server if a step computes only a part of the prompt.
 """
 
@@ -87,6 +89,7 @@ class VllmClient(ServerClient):
     """See :class:`ServerClient`."""
 
     _known_config: Mapping[str, Any] | None = None
+    _known_masks: bool = False
 
     async def get_info(self) -> ServerInfo:
         """Return the properties of the server.
@@ -111,12 +114,14 @@ class VllmClient(ServerClient):
         # After a part of a prompt, vLLM resets the seed's generator. On CPU that is impossible, and
         # the engine dies. The division of prompts depends on all pending requests.
         self.seeded = config["device_config"]["device"] != "cpu"
+        self._known_masks = bool(model.get("return_sampling_mask"))
         return ServerInfo(
             model=model["model"],
             architecture=None,
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_tokens=model["max_model_len"],
             routing=bool(config.get("aux_output_config", {}).get("enable_return_routed_experts")),
+            sampling_mask=self._known_masks,
             lora_rank=lora["max_lora_rank"] if lora else 0,
             lora_targets=frozenset((lora["target_modules"] or ("all",)) if lora else ()),
         )
@@ -147,6 +152,8 @@ class VllmClient(ServerClient):
             "logprobs": TOP_LOGPROBS if sampling.needs_entropies else 0,
             "detokenize": False,
         }
+        if greedy and self._known_masks:
+            parameters |= {"temperature": 1.0, "top_k": 1}
         if self.seeded:
             # vLLM adds the sample's number, in signed 64 bits.
             parameters["seed"] = sampling.seed & (2**62 - 1)
@@ -339,6 +346,7 @@ class VllmClient(ServerClient):
             reason=reason,
             routing=self.parse_routing(sampling, prompt, len(tokens), reason, routing),
             entropies=entropies,
+            sampling_mask=self.parse_mask(sampling, len(tokens), choice.get("sampling_mask")),
         )
 
 
@@ -397,6 +405,7 @@ SPEC = EngineSpec(
         "--api-key",
     ),
     lossy_flags=("synthetic",),
+    mask_flags=("--return-sampling-mask",),
     memory_flag=("--gpu-memory-utilization", "a fraction of the memory of the GPU"),
     memory_of_free=False,
     flags=server_flags,

@@ -23,12 +23,15 @@ from megatron_dppo.rollout.servers.client import (
     ServerClient,
     compute_entropy_bounds,
 )
+from megatron_dppo.rollout.servers.conversations import to_completion
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY, LOAD_ADAPTER, VllmClient
 
 PROMPT = [3, 4]
 SAMPLING = Sampling(samples=1, max_tokens=8, temperature=1.0, stop_token_ids=(5, 6), seed=7)
+MASKED = replace(SAMPLING, top_k=3, sampling_mask=True)
+KEPT = [[7, 1], [8], [2, 9, 3]]
 ROUTED = replace(SAMPLING, routing=RoutingShape(layers=3, per_token=2, experts=6))
 EXPERTS = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 6
 """Of two tokens of the prompt and three of the answer, but for its last."""
@@ -79,6 +82,13 @@ class Sglang(Recorded, SglangClient):
             table.astype(np.int32).tobytes()
         ).decode()
 
+    def keep(self, kept: list[list[int]]) -> None:
+        self.completion["output_token_sampling_mask"] = kept
+        self.completion["output_token_sampling_logprobs"] = [-0.25, 0.0, -1.0]
+
+    def offer_masks(self) -> None:
+        self.settings["sampling_mask_max_tokens"] = 4096
+
     def offer_all(self, targets: list[str] | None) -> None:
         self.settings |= {"enable_return_routed_experts": True}
         self.settings |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
@@ -112,6 +122,15 @@ class Vllm(Recorded, VllmClient):
     def route(self, table: np.ndarray) -> None:
         np.save(file := io.BytesIO(), np.uint8(table))
         self.completion["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+
+    def keep(self, kept: list[list[int]]) -> None:
+        self.completion["sampling_mask"] = kept
+        self.completion["logprobs"] = {
+            "content": [{"logprob": -0.25}, {"logprob": 0.0}, {"logprob": -1.0}]
+        }
+
+    def offer_masks(self) -> None:
+        self.settings["model_config"]["return_sampling_mask"] = True
 
     def offer_all(self, targets: list[str] | None) -> None:
         self.settings["aux_output_config"] = {"enable_return_routed_experts": True}
@@ -214,6 +233,41 @@ def test_answers_bring_the_experts_of_all_tokens_but_the_last(client: Any) -> No
         client.route(table)
         with pytest.raises(ServerError, match=problem):
             generate(client, ROUTED)
+
+
+def test_answers_bring_the_kept_ids_of_each_token(client: Any) -> None:
+    """With log-probabilities of the kept ids; SGLang reports these separately."""
+    assert generate(client).sampling_mask is None
+    assert "return_sampling_mask" not in client.body
+    for problem in ("0 tokens, and generated 3|0 log-prob", "2 tokens, and generated 3"):
+        with pytest.raises(ServerError, match=problem):
+            generate(client, MASKED)
+        client.keep(KEPT[:2])
+    client.keep(KEPT)
+    result = generate(client, MASKED)
+    np.testing.assert_array_equal(result.logprobs, np.float32([-0.25, 0.0, -1.0]))
+    np.testing.assert_array_equal(result.sampling_mask.counts, [2, 1, 3])
+    np.testing.assert_array_equal(result.sampling_mask.token_ids, np.concatenate(KEPT))
+    mask = to_completion(result, np.zeros(3, np.int32)).sampling_mask
+    assert mask is result.sampling_mask
+    assert client.sampling["top_k"] == 3
+    assert client.body.get("return_sampling_mask") == (True if isinstance(client, Sglang) else None)
+
+
+def test_a_server_says_whether_it_reports_kept_ids(client: Any) -> None:
+    assert not client.http.run(client.get_info()).sampling_mask
+    client.offer_masks()
+    assert client.http.run(client.get_info()).sampling_mask
+
+
+def test_greedy_requests_suit_a_server_with_sampling_masks(vllm: Vllm) -> None:
+    """vLLM then refuses a temperature of 0."""
+    greedy = replace(SAMPLING, temperature=0.0)
+    vllm.offer_masks()
+    for temperature, top_k in ((0.0, -1), (1.0, 1)):
+        generate(vllm, greedy)
+        assert (vllm.sampling["temperature"], vllm.sampling["top_k"]) == (temperature, top_k)
+        vllm.http.run(vllm.get_info())
 
 
 SHARES = np.array([0.4 * 0.6**rank for rank in range(30)])

@@ -147,6 +147,8 @@ SGLANG_FLAGS = (
     ("settings", "flags"),
     [
         ("rollout.engine=sglang loss.replay_routing=rollout", ROUTING_FLAG),
+        ("rollout.engine=vllm rollout.top_k=9", "--return-sampling-mask"),
+        ("rollout.engine=sglang rollout.top_k=9", ""),
         (f"rollout.engine=sglang model.lora.rank=4 {LORA}", SGLANG_FLAGS),
         (f"rollout.engine=vllm model.lora.rank=1 {LORA}", "--enable-lora --max-lora-rank 1"),
         (f"rollout.engine=vllm model.lora.rank=33 {LORA}", "--enable-lora --max-lora-rank 64"),
@@ -165,4 +167,4 @@ def test_servers_are_started_for_routing_and_adapters(settings: str, flags: str)
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in server_environment(config.rollout, secret="")
         )
     assert commands[1] == commands[0] + flags.split()
-    assert updating == [False, "vllm" in settings]
+    assert updating == [False, "vllm" in settings and "lora" in settings]

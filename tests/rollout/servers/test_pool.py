@@ -56,6 +56,7 @@ LORA = "model.lora.rank=4 model.lora.targets=[q_proj,v_proj] rollout.sync.adapte
         ({"stages": 2}, "", "has 2 pipeline stages"),
         ({"dtype": "bfloat16"}, "", "in bfloat16"),
         ({}, "loss.replay_routing=rollout", "replays them"),
+        ({}, "rollout.top_k=9", "rollout.top_k replays them"),
         ({}, LORA, "takes no adapters"),
         ({"lora_rank": 2, "lora_targets": {"all"}}, LORA, "up to rank 2 on all"),
         ({"lora_rank": 4, "lora_targets": {"q_proj"}}, LORA, "on q_proj"),
@@ -75,9 +76,14 @@ def test_an_unfit_server_is_refused(
 def test_a_fit_server_is_taken(http: Http) -> None:
     client = Described(URL, http)
     client.properties = {"architecture": "Qwen3ForCausalLM", "dtype": "float32", "max_tokens": 1536}
-    client.properties |= {"routing": True, "lora_rank": 8, "lora_targets": {"all"}}
+    client.properties |= {
+        "routing": True,
+        "sampling_mask": True,
+        "lora_rank": 8,
+        "lora_targets": {"all"},
+    }
     http.run(pool_of(http, *LORA.split(), "eval.max_response_tokens=1024")._check(client))
-    http.run(pool_of(http, "loss.replay_routing=rollout")._check(client))
+    http.run(pool_of(http, "loss.replay_routing=rollout", "rollout.top_k=9")._check(client))
     client.properties = {"stages": 2, "dtype": "bfloat16"}
     http.run(pool_of(http, "rollout.sync.transport=disk", "model.dtype=bf16")._check(client))
 
