@@ -215,16 +215,14 @@ ARMS_BESIDE_TRL = {
 SMOLLM2 = (
     "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24"
 )
-PAGES = {
-    "efficiency.py": "pruning_measured.md#beside-a-smaller-batch",
-    "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
-    "group_size.py": "pruning_measured.md#group-size",
-    "in_trl.py": "recipes/other_trainers.md#trl",
-    "p2_law.py": "compress.md#what-was-measured",
-    "plan_published.py": "scaling.md#against-published-runs",
-    "real_curves.py": "runs.md#a-real-language-model",
+EFFICIENCY = {
+    "sums": "efficiency.py",
+    "words": "efficiency.py --task word_problems --prompts 48",
+    "SmolLM2": SMOLLM2,
 }
-"""Pages with the figures of other scripts."""
+"""Recorded command of each task."""
+NOT_SHOWN = re.compile(r"auto, weights to (5|20)$|tokens 0\.3, weights to 10, floor|0\.7 alone$")
+"""Arms of ``efficiency.py`` that only its results have."""
 
 
 def load_figures() -> dict[str, dict[str, Any]]:
@@ -238,42 +236,37 @@ def load_figures() -> dict[str, dict[str, Any]]:
 
 def render_rows(figures: Iterable[Figure]) -> Iterator[str]:
     results = load_figures()
-    yield "| figure | value | baseline | command | commit and date |"
-    yield "|---|---|---|---|---|"
+    yield "| figure | value | baseline | command |"
+    yield "|---|---|---|---|"
     for row in figures:
         found = results[row.command]
         value, baseline = (text.format(**found["figures"]) for text in (row.value, row.baseline))
-        yield (
-            f"| {row.name} | {value} | {baseline} | `{row.command}` | `{found['commit']}`, "
-            f"{found['date']} |"
-        )
+        yield f"| {row.name} | {value} | {baseline} | `{row.command}` |"
 
 
-def render_commands() -> Iterator[str]:
-    """Render the recorded commands with figures on other pages."""
-    yield "| command | page | commit and date |"
-    yield "|---|---|---|"
-    for command, found in load_figures().items():
-        if page := PAGES.get(command.split()[0]):
-            name = Path(page).name.partition(".")[0].replace("_", " ")
-            yield f"| `{command}` | [{name}]({page}) | `{found['commit']}`, {found['date']} |"
-
-
-def render_efficiency(command: str) -> Iterator[str]:
-    """Render E of each pruning arm at each stage of a task's training."""
-    stages = load_figures()[command]["figures"]["stages"]
-    yield _format_row("arm", (stage["stage"] for stage in stages))
+def render_efficiency() -> Iterator[str]:
+    """Render E of each pruning arm at each stage of each task's training."""
+    figures = load_figures()
+    stages = {
+        f"{task}, {stage['stage']}": stage
+        for task, command in EFFICIENCY.items()
+        for stage in figures[command]["figures"]["stages"]
+    }
+    yield _format_row("arm", stages)
     yield "|---" * (len(stages) + 1) + "|"
-    yield _format_row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages))
+    yield _format_row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages.values()))
     yield _format_row(
-        "groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages)
+        "groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages.values())
     )
-    for name in stages[0]["arms"]:
-        if name != "unpruned":
-            yield _format_row(
-                _format_arm(name), (_format_interval(stage["arms"][name]) for stage in stages)
-            )
-    yield _format_row("best draw found", (_format_interval(stage["bound"]) for stage in stages))
+    for name in next(iter(stages.values()))["arms"]:
+        if name != "unpruned" and not NOT_SHOWN.search(name):
+            arms = [stage["arms"][name] for stage in stages.values()]
+            yield _format_row(_format_arm(name), (f"{arm['efficiency']:.2f}" for arm in arms))
+            if name == DEFAULT:
+                yield _format_row("± of the default", (f"{_get_reach(arm):.2f}" for arm in arms))
+    yield _format_row(
+        "best draw found", (f"{stage['bound']['efficiency']:.2f}" for stage in stages.values())
+    )
 
 
 def render_curves() -> Iterator[str]:
@@ -408,8 +401,13 @@ def _format_arm(arm: str) -> str:
 
 
 def _format_interval(found: dict[str, Any]) -> str:
+    return f"{found['efficiency']:.2f} ± {_get_reach(found):.2f}"
+
+
+def _get_reach(found: dict[str, Any]) -> float:
+    """Return half of the width of an interval."""
     low, high = found["interval"]
-    return f"{found['efficiency']:.2f} ± {(high - low) / 2:.2f}"
+    return float(high - low) / 2
 
 
 def render_times(task: str) -> Iterator[str]:
@@ -496,12 +494,7 @@ def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "measured": partial(render_rows, MEASURED),
     "earlier": partial(render_rows, EARLIER),
-    "elsewhere": render_commands,
-    "efficiency_sums": partial(render_efficiency, "efficiency.py"),
-    "efficiency_smollm2_steps": partial(render_efficiency, SMOLLM2),
-    "efficiency_word_problems": partial(
-        render_efficiency, "efficiency.py --task word_problems --prompts 48"
-    ),
+    "efficiency": render_efficiency,
     "beside_trl": render_trl_comparison,
     "curves": render_curves,
     "errors": render_errors,
