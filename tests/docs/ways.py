@@ -272,7 +272,7 @@ WAYS = (
     # Checkpoints.
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export runs/lora \S+ --(card|merge)"),
-    Way(r"python (trained_and_asked|functions)\.py 20", replace={" 20": " 1"}),
+    Way(r"python trained_and_asked\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
     Way(

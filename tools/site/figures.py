@@ -37,12 +37,6 @@ class Figure(NamedTuple):
 
 MEASURED = (
     Figure(
-        "squared error of the gradient at equal tokens, relative",
-        "estimator.py",
-        "{neyman_over_threshold:.2f}",
-        "the paper's rule",
-    ),
-    Figure(
         "fill of packs, lengths as in DAPO",
         "packing.py",
         "{fill:.1%}",
@@ -61,18 +55,6 @@ MEASURED = (
         "Karmarkar-Karp, whose packs are as full",
     ),
     Figure(
-        "unpruned step, answers of varied length, times faster",
-        "against_trl.py --steps 10",
-        "{varied[unpruned][seconds_ratio]:.1f}",
-        "TRL's GRPOTrainer",
-    ),
-    Figure(
-        "unpruned step, answers of equal length, times faster",
-        "against_trl.py --steps 10",
-        "{equal[unpruned][seconds_ratio]:.1f}",
-        "TRL's GRPOTrainer",
-    ),
-    Figure(
         "peak memory of head and loss, 8,192 tokens × 151,936, MiB",
         "policy_head.py --hidden 64",
         "{peak_mib:.0f}",
@@ -89,12 +71,6 @@ MEASURED = (
         "convert.py",
         "{to_hf_seconds:.1f}",
         "{cp_of_the_checkpoint_seconds:.1f}, `cp -r`",
-    ),
-    Figure(
-        "wrong answers taken for right, of 20,000 changed labels",
-        "verdicts.py",
-        "{ours[false_positives]}",
-        "{math_verify[false_positives]:,}, math-verify",
     ),
     Figure(
         "right answers refused, of 5,000 in other spellings",
@@ -410,23 +386,31 @@ def _get_reach(found: dict[str, Any]) -> float:
     return float(high - low) / 2
 
 
-def render_times(task: str) -> Iterator[str]:
-    """Render seconds to an accuracy, the fastest arm first."""
-    commands = (
-        each["figures"]
+def render_times() -> Iterator[str]:
+    """Render seconds to an accuracy on both tasks, in the order of the first task."""
+    tasks = {
+        each["figures"]["task"]: each["figures"]
         for name, each in load_figures().items()
         if name.startswith("time_to_accuracy.py")
+    }
+    sums, words = tasks["sums"], tasks["word_problems"]
+    heads = (
+        f"{task}, to {100 * found['accuracy']:g}% [s] | times faster than {found['control']}"
+        for task, found in (("sums", sums), ("words", words))
     )
-    (found,) = (figures for figures in commands if figures["task"] == task)
-    yield (
-        f"| arm | learning rate | to {100 * found['accuracy']:g}% [s] | times faster than "
-        f"{found['control']} |"
-    )
-    yield "|---|---|---|---|"
-    for name, arm in sorted(found["arms"].items(), key=lambda each: each[1]["seconds"]):
-        low, high = arm["time_ratio"]["interval"]
-        ratio = f"{arm['time_ratio']['ratio']:.2f} [{low:.2f}, {high:.2f}]" if low < high else "1"
-        yield f"| {name} | {arm['lr']:g} | {arm['seconds']:.1f} | {ratio} |"
+    yield _format_row("arm", heads)
+    yield "|---|---|---|---|---|"
+    arms = sorted(sums["arms"], key=lambda name: sums["arms"][name]["seconds"])
+    for name in dict.fromkeys([*arms, *words["arms"]]):
+        yield _format_row(name, (_format_time(found["arms"].get(name)) for found in (sums, words)))
+
+
+def _format_time(arm: dict[str, Any] | None) -> str:
+    if arm is None:
+        return " | "
+    low, high = arm["time_ratio"]["interval"]
+    ratio = f"{arm['time_ratio']['ratio']:.2f} [{low:.2f}, {high:.2f}]" if low < high else "1"
+    return f"{arm['seconds']:.1f} | {ratio}"
 
 
 def render_paper(command: str, efficiency: str) -> Iterator[str]:
@@ -479,8 +463,8 @@ def render_weaknesses() -> Iterator[str]:
     yield "|---" * (len(columns) + 1) + "|"
     for name in sparse[0]["arms"]:
         if name != "unpruned":
-            cells = (_format_interval(stage["arms"][name]) for stage in columns.values())
-            yield _format_row(_format_arm(name), cells)
+            found = (stage["arms"][name]["efficiency"] for stage in columns.values())
+            yield _format_row(_format_arm(name), (f"{each:.2f}" for each in found))
 
 
 def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
@@ -509,9 +493,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     ),
     "published": render_published_runs,
     "rehearsed": render_rehearsals,
-    "times_sums": partial(render_times, "sums"),
+    "times": render_times,
     "weaknesses": render_weaknesses,
-    "times_word_problems": partial(render_times, "word_problems"),
 }
 
 
