@@ -509,7 +509,7 @@ def pages() -> dict[Path, str]:
     """Return the pages with tables of measurements."""
     texts = {
         file: file.read_text(encoding="utf-8")
-        for file in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+        for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     }
     return {file: text for file, text in texts.items() if TABLE.search(text)}
 
