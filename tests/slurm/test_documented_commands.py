@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.documents import commands
 from tests.docs.sandbox import Sandbox, write_quickstart
-from tests.docs.ways import LAYOUT, typed_in, way_of
+from tests.docs.ways import typed_in, way_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import TINY, Job, Submitter, one_sglang_server
 
@@ -18,7 +18,8 @@ DOCUMENTED = typed_in("slurm")
 TEN = "docs/cluster.md#0"
 STEPS = 8
 SMALL_JOB = (
-    f"{LAYOUT.replace('layout.tp=1', 'layout.tp=2')} model.dtype=fp32 rollout.launch.tp=1 "
+    "layout.tp=2 layout.pp=1 layout.first_stage_layers=null layout.last_stage_layers=null "
+    "model.dtype=fp32 rollout.launch.tp=1 "
     f"data.chat_template_kwargs={{}} eval.benchmarks=[] run.steps={STEPS}"
 )
 
