@@ -19,7 +19,7 @@ TEN = "docs/cluster.md#0"
 STEPS = 8
 SMALL_JOB = (
     "layout.tp=2 layout.pp=1 layout.first_stage_layers=null layout.last_stage_layers=null "
-    "model.dtype=fp32 rollout.launch.tp=1 "
+    "model.dtype=fp32 rollout.launch.tp=1 data.max_prompt_tokens=64 "
     f"data.chat_template_kwargs={{}} eval.benchmarks=[] run.steps={STEPS}"
 )
 
