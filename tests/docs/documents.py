@@ -51,7 +51,7 @@ def text_of(document: str) -> str:
 
 def sections(document: str) -> list[str]:
     """The parts of a page between its headings, each a document for the other functions:
-    ``docs/trees.md#0``."""
+    ``docs/pruning.md#0``."""
     return [f"{document}#{number}" for number in range(text_of(document).count("\n## ") + 1)]
 
 

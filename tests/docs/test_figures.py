@@ -19,12 +19,7 @@ from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 
 FIGURES = runpy.run_path(str(ROOT / "tools/site/figures.py"))
-MEASURED, ADVICE, RUNS, README = (
-    "docs/pruning_measured.md",
-    "docs/pruning.md",
-    "docs/runs.md",
-    "README.md",
-)
+MEASURED, ADVICE, README = "docs/pruning_measured.md", "docs/pruning.md", "README.md"
 TRUST, TRL = "docs/trust.md", "docs/recipes/other_trainers.md"
 COMPRESS = "docs/compress.md"
 
@@ -87,7 +82,7 @@ def describe_time_beside_trl() -> tuple[str, str]:
     (start, low), (end, high) = next(pair for pair in pairwise(ours) if pair[1][1] >= 0.5)
     reached = start + (end - start) * (0.5 - low) / (high - low)
     return (
-        RUNS,
+        MEASURED,
         f"reached 50% after {reached:.0f} s: at least {trl[-1][0] / reached:.1f} times faster",
     )
 
@@ -97,7 +92,7 @@ def describe_equal_noise() -> tuple[str, str]:
     ratios = [
         ends["unpruned, 16 prompts", seed][0] / ends[EQUAL_NOISE_ARM, seed][0] for seed in (2, 3)
     ]
-    return RUNS, "{:.2f} and {:.2f} times faster on seeds 2 and 3".format(*ratios)
+    return MEASURED, "{:.2f} and {:.2f} times faster on seeds 2 and 3".format(*ratios)
 
 
 def describe_whole_runs() -> tuple[str, str]:
@@ -335,12 +330,17 @@ def test_every_run_of_a_seed_is_stored(task: str, monkeypatch: pytest.MonkeyPatc
     } <= seeds
 
 
+OWN_SPLITS = re.compile(r"^\| `(\S+)` \| \d+ \| \d+ \| .* \| (.*) \|$", re.MULTILINE)
+"""Rows of the page on scaling: worth of pruning, each side in its own best split of the GPUs."""
+
+
 def test_planned_figures_equal_the_planner() -> None:
     rows = dict(
         re.findall(r"^\[[\w.-]+\]\(configs/(\S+)\) \| (.*) \| \S+$", text_of(README), re.MULTILINE)
     )
-    row = r"^\| `(qwen3_\S+)` \| ([\d+]+ \| (?:all|adapters) .*) \|$"
-    others = dict(re.findall(row, text_of("docs/scaling.md"), re.MULTILINE))
+    row_of_page = r"^\| `(qwen3_\S+)` \| ([\d+]+ \| (?:all|adapters) .*) \|$"
+    others = dict(re.findall(row_of_page, text_of("docs/scaling.md"), re.MULTILINE))
+    own_splits = dict(OWN_SPLITS.findall(text_of("docs/scaling.md")))
     assert rows.keys() | others.keys() == {
         file.name for file in (ROOT / "configs").glob("qwen3_*.yaml")
     }
@@ -351,7 +351,12 @@ def test_planned_figures_equal_the_planner() -> None:
         gpus = f"{plan.placement.gpus}" if plan.placement.shared else apart
         gpus += f" | {trained}" if name in others else ""
         seconds = f"{plan.unpruned.seconds:.0f} | {plan.pruned.seconds:.0f}"
-        assert shown == f"{gpus} | {plan.actor.total / GIB:.0f} | {seconds}", name
+        row = f"{gpus} | {plan.actor.total / GIB:.0f} | {seconds}"
+        if name in rows:
+            assert plan.efficiency is not None
+            worth = own_splits.get(name, "{:.2f} to {:.2f}".format(*plan.efficiency))
+            row += f" | {worth.replace(' to ', '–')}"
+        assert re.sub(r"\[(.*)\]\(.*\)", r"\1", shown) == row, name
 
 
 def test_planned_speed_up_of_the_papers_run_equals_the_planner() -> None:

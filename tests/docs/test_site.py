@@ -50,6 +50,18 @@ def test_reference_page_equals_the_code(name: str) -> None:
     )
 
 
+def test_addresses_of_earlier_versions_lead_to_sections(site: Path) -> None:
+    """A page that is gone is an address that somebody has kept."""
+    plugins = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    (redirects,) = (each["redirects"] for each in plugins if "redirects" in each)
+    for old, new in redirects["redirect_maps"].items():
+        page, _, anchor = new.partition("#")
+        assert not (ROOT / "docs" / old).exists(), f"{old} is a page"
+        assert anchor in _anchors(site, page), f"{old} leads to {new}"
+        target = f"{Path(page).stem}.html#{anchor}"
+        assert target in (site / old).with_suffix(".html").read_text(), old
+
+
 def test_pages_request_nothing_from_other_hosts(site: Path) -> None:
     asked = re.compile(
         r"<(?:script|img|iframe|source)[^>]+src=\"?(?:https?:)?//|<link[^>]+href=\"?(?:https?:)?//"

@@ -33,6 +33,8 @@ CHECKED = (
 command."""
 
 
+NODE = f"{SMALL} {HERE} model.path=runs/quickstart/warm data.chat_template_kwargs={{}} --check"
+"""For the configuration of a node, on the page's own problems."""
 STEPS_SMALL = (
     "layout.dp=1 model.dtype=fp32 data.train=arithmetic data.eval=null data.response_key=null"
 )
@@ -45,10 +47,10 @@ class Way:
 
     commands: str
     """A regular expression of the whole command."""
-    suite: Literal["main", "servers", "slurm", "elsewhere", "nowhere"] = "main"
-    """``servers`` and ``slurm`` are marked so, and live beside the tests of these;
-    ``elsewhere`` see ``by``; what runs ``nowhere`` is said to, on its line, by
-    :data:`NOT_RUN`."""
+    suite: Literal["main", "servers", "slurm", "job", "elsewhere", "nowhere"] = "main"
+    """``servers`` and ``slurm`` are marked so, and live beside the tests of these; a ``job`` is one of
+    ``slurm``, with its own test; ``elsewhere`` see ``by``; what runs ``nowhere`` is said to, on its
+    line, by :data:`NOT_RUN`."""
     append: str = ""
     replace: Mapping[str, str] = field(default_factory=dict)
     by: tuple[str, str] = ("", "")
@@ -98,7 +100,7 @@ ELSEWHERE = {
         "tools/site/{name}_page.py",
     ),
     r"ruff check \. && ruff format --check \.": ("scripts/lint.sh", "ruff format --check ."),
-    r"pip install \"\.\[wandb,mlflow,trackio\]\"": (
+    r"pip install \"\.\[(wandb,mlflow,trackio|nemo-run)\]\"": (
         CI,
         "mlflow,mutation,nemo-run,reasoning-gym,trackio,verifiers,wandb",
     ),
@@ -124,7 +126,6 @@ ELSEWHERE = {
         "tests/rewards/test_judge.py",
         "docs/recipes/judge.md",
     ),
-    r"megatron-dppo serve CONFIG( --check)?": ("scripts/slurm/job.sh", "megatron_dppo serve"),
 }
 """Commands that other scripts and tests run: a file, and the words in it that run the command."""
 NOWHERE = (
@@ -138,6 +139,7 @@ NOWHERE = (
     r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*",
     r"megatron-dppo (sft|train) configs/quickstart\.yaml model\.path=runs/qwen3_5/.*",
     r"megatron-dppo export .* --push .*",
+    r"ssh -L .*",
 )
 """Commands marked by :data:`NOT_RUN` on their line."""
 WAYS = (
@@ -152,16 +154,6 @@ WAYS = (
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)",
-        append="rollout.prompts_per_step=4",
-    ),
-    Way(
-        r"megatron-dppo train CONFIG",
-        replace=PLACEHOLDERS,
-        append="rollout.prompts_per_step=4 --check",
-    ),
-    Way(
-        r"megatron-dppo train CONFIG --check RANKS",
-        replace={**PLACEHOLDERS, "RANKS": "2"},
         append="rollout.prompts_per_step=4",
     ),
     Way(
@@ -253,6 +245,8 @@ WAYS = (
         r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl",
         append=f"{SMALL} --check",
     ),
+    Way(r"megatron-dppo train my_node\.yaml( --check)?", append=NODE),
+    Way(r"megatron-dppo plan my_node\.yaml"),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
@@ -276,12 +270,13 @@ WAYS = (
         r"megatron-dppo report runs/quickstart runs/second .*",
         replace={"runs/second": "runs/unpruned"},
     ),
+    Way(r"megatron-dppo (report|export) runs/qwen3_32b_dppo .*", "job"),
     Way(r"megatron-dppo report .*"),
     Way(r"tail -n 1 \S+"),
     # Checkpoints.
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export runs/lora \S+ --(card|merge)"),
-    Way(r"python (trained_and_asked|functions)\.py 20", replace={" 20": " 1"}),
+    Way(r"python trained_and_asked\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
     Way(
@@ -310,10 +305,15 @@ WAYS = (
     Way(r"torchrun .* -m megatron_dppo\.launch\.health", replace={"node 8": "node 2"}),
     Way(r"sbatch --test-only \S+", "slurm"),
     Way(
-        r"sbatch --account=mine --partition=h100 : .*",
-        "slurm",
-        replace=TEST_ONLY | {"--partition=h100": "--partition=named"},
+        r"HEALTH_CHECK=1 sbatch --account=mine --partition=h100 : .*",
+        "job",
+        replace={
+            "--partition=h100 :": "--partition=loopback --nodes=1 --ntasks-per-node=2 :",
+            "--partition=h100 scripts": "--partition=loopback --nodes=1 scripts",
+        },
     ),
+    Way(r"tail -f \S+", "job", replace={"tail -f": "tail -n 1"}),
+    Way(r"scancel (--signal=USR1 --batch )?JOB", "job"),
     Way(r"((?!sbatch)\S+=\S+ )*sbatch (?!--test-only).*", "slurm", replace=TEST_ONLY),
     Way(
         r"srun --ntasks-per-node 8 .* layout\.tp=8 layout\.pp=2",

@@ -37,12 +37,6 @@ class Figure(NamedTuple):
 
 MEASURED = (
     Figure(
-        "squared error of the gradient at equal tokens, relative",
-        "estimator.py",
-        "{neyman_over_threshold:.2f}",
-        "the paper's rule",
-    ),
-    Figure(
         "fill of packs, lengths as in DAPO",
         "packing.py",
         "{fill:.1%}",
@@ -61,18 +55,6 @@ MEASURED = (
         "Karmarkar-Karp, whose packs are as full",
     ),
     Figure(
-        "unpruned step, answers of varied length, times faster",
-        "against_trl.py --steps 10",
-        "{varied[unpruned][seconds_ratio]:.1f}",
-        "TRL's GRPOTrainer",
-    ),
-    Figure(
-        "unpruned step, answers of equal length, times faster",
-        "against_trl.py --steps 10",
-        "{equal[unpruned][seconds_ratio]:.1f}",
-        "TRL's GRPOTrainer",
-    ),
-    Figure(
         "peak memory of head and loss, 8,192 tokens × 151,936, MiB",
         "policy_head.py --hidden 64",
         "{peak_mib:.0f}",
@@ -89,12 +71,6 @@ MEASURED = (
         "convert.py",
         "{to_hf_seconds:.1f}",
         "{cp_of_the_checkpoint_seconds:.1f}, `cp -r`",
-    ),
-    Figure(
-        "wrong answers taken for right, of 20,000 changed labels",
-        "verdicts.py",
-        "{ours[false_positives]}",
-        "{math_verify[false_positives]:,}, math-verify",
     ),
     Figure(
         "right answers refused, of 5,000 in other spellings",
@@ -215,16 +191,14 @@ ARMS_BESIDE_TRL = {
 SMOLLM2 = (
     "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24"
 )
-PAGES = {
-    "efficiency.py": "pruning_measured.md#beside-a-smaller-batch",
-    "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
-    "group_size.py": "pruning_measured.md#group-size",
-    "in_trl.py": "recipes/other_trainers.md#trl",
-    "p2_law.py": "compress.md#what-was-measured",
-    "plan_published.py": "scaling.md#against-published-runs",
-    "real_curves.py": "runs.md#a-real-language-model",
+EFFICIENCY = {
+    "sums": "efficiency.py",
+    "words": "efficiency.py --task word_problems --prompts 48",
+    "SmolLM2": SMOLLM2,
 }
-"""Pages with the figures of other scripts."""
+"""Recorded command of each task."""
+NOT_SHOWN = re.compile(r"auto, weights to (5|20)$|tokens 0\.3, weights to 10, floor|0\.7 alone$")
+"""Arms of ``efficiency.py`` that only its results have."""
 
 
 def load_figures() -> dict[str, dict[str, Any]]:
@@ -238,42 +212,37 @@ def load_figures() -> dict[str, dict[str, Any]]:
 
 def render_rows(figures: Iterable[Figure]) -> Iterator[str]:
     results = load_figures()
-    yield "| figure | value | baseline | command | commit and date |"
-    yield "|---|---|---|---|---|"
+    yield "| figure | value | baseline | command |"
+    yield "|---|---|---|---|"
     for row in figures:
         found = results[row.command]
         value, baseline = (text.format(**found["figures"]) for text in (row.value, row.baseline))
-        yield (
-            f"| {row.name} | {value} | {baseline} | `{row.command}` | `{found['commit']}`, "
-            f"{found['date']} |"
-        )
+        yield f"| {row.name} | {value} | {baseline} | `{row.command}` |"
 
 
-def render_commands() -> Iterator[str]:
-    """Render the recorded commands with figures on other pages."""
-    yield "| command | page | commit and date |"
-    yield "|---|---|---|"
-    for command, found in load_figures().items():
-        if page := PAGES.get(command.split()[0]):
-            name = Path(page).name.partition(".")[0].replace("_", " ")
-            yield f"| `{command}` | [{name}]({page}) | `{found['commit']}`, {found['date']} |"
-
-
-def render_efficiency(command: str) -> Iterator[str]:
-    """Render E of each pruning arm at each stage of a task's training."""
-    stages = load_figures()[command]["figures"]["stages"]
-    yield _format_row("arm", (stage["stage"] for stage in stages))
+def render_efficiency() -> Iterator[str]:
+    """Render E of each pruning arm at each stage of each task's training."""
+    figures = load_figures()
+    stages = {
+        f"{task}, {stage['stage']}": stage
+        for task, command in EFFICIENCY.items()
+        for stage in figures[command]["figures"]["stages"]
+    }
+    yield _format_row("arm", stages)
     yield "|---" * (len(stages) + 1) + "|"
-    yield _format_row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages))
+    yield _format_row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages.values()))
     yield _format_row(
-        "groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages)
+        "groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages.values())
     )
-    for name in stages[0]["arms"]:
-        if name != "unpruned":
-            yield _format_row(
-                _format_arm(name), (_format_interval(stage["arms"][name]) for stage in stages)
-            )
-    yield _format_row("best draw found", (_format_interval(stage["bound"]) for stage in stages))
+    for name in next(iter(stages.values()))["arms"]:
+        if name != "unpruned" and not NOT_SHOWN.search(name):
+            arms = [stage["arms"][name] for stage in stages.values()]
+            yield _format_row(_format_arm(name), (f"{arm['efficiency']:.2f}" for arm in arms))
+            if name == DEFAULT:
+                yield _format_row("± of the default", (f"{_get_reach(arm):.2f}" for arm in arms))
+    yield _format_row(
+        "best draw found", (f"{stage['bound']['efficiency']:.2f}" for stage in stages.values())
+    )
 
 
 def render_curves() -> Iterator[str]:
@@ -408,27 +377,40 @@ def _format_arm(arm: str) -> str:
 
 
 def _format_interval(found: dict[str, Any]) -> str:
+    return f"{found['efficiency']:.2f} ± {_get_reach(found):.2f}"
+
+
+def _get_reach(found: dict[str, Any]) -> float:
+    """Return half of the width of an interval."""
     low, high = found["interval"]
-    return f"{found['efficiency']:.2f} ± {(high - low) / 2:.2f}"
+    return float(high - low) / 2
 
 
-def render_times(task: str) -> Iterator[str]:
-    """Render seconds to an accuracy, the fastest arm first."""
-    commands = (
-        each["figures"]
+def render_times() -> Iterator[str]:
+    """Render seconds to an accuracy on both tasks, in the order of the first task."""
+    tasks = {
+        each["figures"]["task"]: each["figures"]
         for name, each in load_figures().items()
         if name.startswith("time_to_accuracy.py")
+    }
+    sums, words = tasks["sums"], tasks["word_problems"]
+    heads = (
+        f"{task}, to {100 * found['accuracy']:g}% [s] | times faster than {found['control']}"
+        for task, found in (("sums", sums), ("words", words))
     )
-    (found,) = (figures for figures in commands if figures["task"] == task)
-    yield (
-        f"| arm | learning rate | to {100 * found['accuracy']:g}% [s] | times faster than "
-        f"{found['control']} |"
-    )
-    yield "|---|---|---|---|"
-    for name, arm in sorted(found["arms"].items(), key=lambda each: each[1]["seconds"]):
-        low, high = arm["time_ratio"]["interval"]
-        ratio = f"{arm['time_ratio']['ratio']:.2f} [{low:.2f}, {high:.2f}]" if low < high else "1"
-        yield f"| {name} | {arm['lr']:g} | {arm['seconds']:.1f} | {ratio} |"
+    yield _format_row("arm", heads)
+    yield "|---|---|---|---|---|"
+    arms = sorted(sums["arms"], key=lambda name: sums["arms"][name]["seconds"])
+    for name in dict.fromkeys([*arms, *words["arms"]]):
+        yield _format_row(name, (_format_time(found["arms"].get(name)) for found in (sums, words)))
+
+
+def _format_time(arm: dict[str, Any] | None) -> str:
+    if arm is None:
+        return " | "
+    low, high = arm["time_ratio"]["interval"]
+    ratio = f"{arm['time_ratio']['ratio']:.2f} [{low:.2f}, {high:.2f}]" if low < high else "1"
+    return f"{arm['seconds']:.1f} | {ratio}"
 
 
 def render_paper(command: str, efficiency: str) -> Iterator[str]:
@@ -481,8 +463,8 @@ def render_weaknesses() -> Iterator[str]:
     yield "|---" * (len(columns) + 1) + "|"
     for name in sparse[0]["arms"]:
         if name != "unpruned":
-            cells = (_format_interval(stage["arms"][name]) for stage in columns.values())
-            yield _format_row(_format_arm(name), cells)
+            found = (stage["arms"][name]["efficiency"] for stage in columns.values())
+            yield _format_row(_format_arm(name), (f"{each:.2f}" for each in found))
 
 
 def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
@@ -496,12 +478,7 @@ def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "measured": partial(render_rows, MEASURED),
     "earlier": partial(render_rows, EARLIER),
-    "elsewhere": render_commands,
-    "efficiency_sums": partial(render_efficiency, "efficiency.py"),
-    "efficiency_smollm2_steps": partial(render_efficiency, SMOLLM2),
-    "efficiency_word_problems": partial(
-        render_efficiency, "efficiency.py --task word_problems --prompts 48"
-    ),
+    "efficiency": render_efficiency,
     "beside_trl": render_trl_comparison,
     "curves": render_curves,
     "errors": render_errors,
@@ -516,9 +493,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     ),
     "published": render_published_runs,
     "rehearsed": render_rehearsals,
-    "times_sums": partial(render_times, "sums"),
+    "times": render_times,
     "weaknesses": render_weaknesses,
-    "times_word_problems": partial(render_times, "word_problems"),
 }
 
 
@@ -533,7 +509,7 @@ def pages() -> dict[Path, str]:
     """Return the pages with tables of measurements."""
     texts = {
         file: file.read_text(encoding="utf-8")
-        for file in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+        for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     }
     return {file: text for file, text in texts.items() if TABLE.search(text)}
 
