@@ -26,8 +26,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.plugins import FAILURES, load_function
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError
+from megatron_dppo.rollout.conversation import ConversationFunction
 from megatron_dppo.rollout.conversation_checks import InvalidCompletionError
+from megatron_dppo.rollout.turns import Client, Part, TryAgainError
 
 SETTING = "rollout.conversation"
 REMEDY = "Write the turns and the reward as your own functions (rollout.conversation=FILE.py:NAME)"

@@ -24,14 +24,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.event_loop import EventLoop
 from megatron_dppo.process.streams import print_message, record_progress
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import (
-    RETRY_DELAY_S,
-    Client,
-    ConversationFunction,
-    TryAgainError,
-)
+from megatron_dppo.rollout.conversation import RETRY_DELAY_S, ConversationFunction
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.tree import TreePath
+from megatron_dppo.rollout.turns import Client, TryAgainError
 
 Continue = Callable[[Sequence[TreePath], Sampling], list[list[TreePath]]]
 """Engine's function that continues each prefix once per slot."""

@@ -19,16 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import (
-    RETRY_DELAY_S,
-    Client,
-    ConversationFunction,
-    TryAgainError,
-    merge_parts,
-)
+from megatron_dppo.rollout.conversation import RETRY_DELAY_S, ConversationFunction
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
+from megatron_dppo.rollout.turns import Client, TryAgainError, merge_parts
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
 """Function from a server's versions to the run's version of each token, called in the HTTP thread.
