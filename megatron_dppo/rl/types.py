@@ -117,6 +117,8 @@ class Completion:
     None: one advantage for all tokens."""
     starts: tuple[int, ...] = ()
     """Starts of the sequences after the first; see ``rl/sequences.py``."""
+    score: Score | None = None
+    """Of an agent that scores its rollout, or has failed; None: ``reward.function`` scores."""
 
     @property
     def oldest_version(self) -> int:

@@ -46,6 +46,7 @@ from megatron_dppo.rollout.conversation_checks import (
 from megatron_dppo.rollout.turns import (
     Client,
     Part,
+    RolloutFunction,
     TryAgainError,
     merge_parts,
     merge_sequences,
@@ -61,35 +62,15 @@ Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
 several sequences."""
 
 
-RETRY_DELAY_S = 0.3
-"""Seconds until an abandoned conversation, or a turn aborted by a paused server, is repeated."""
-
-
 @dataclass(frozen=True, slots=True)
-class ConversationFunction:
-    """User's function, with the setting for error messages."""
+class ConversationFunction(RolloutFunction):
+    """User's function of ``rollout.conversation``."""
 
-    setting: str
-    spec: str
-    """Value of the setting."""
     function: Callable[[Any, Prompt], Awaitable[Returned]]
     remedy: str
     """Remedy for an unusable return value."""
-    roles: Sequence[str] = ()
-    """``rollout.roles``."""
-    vocabulary: int = 1 << 31
-    """Exclusive upper bound of the policy's token ids."""
-    tokenizer: Any = None
-    """The policy's."""
 
     async def run(self, client: Client) -> Completion:
-        """Hold one conversation.
-
-        Raises:
-            TryAgainError: the function abandons the conversation.
-            UserError: the function raises, or returns a value unusable for training.
-            Exception: ``client.failure``.
-        """
         prompt = client.prompt
         # Copy the label and the extra columns, because the function may modify both.
         own = replace(
@@ -112,15 +93,6 @@ class ConversationFunction:
                 raise
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
-
-    def make_interference_error(self) -> UserError:
-        """Return the error for a function that stopped the event loop, or cancelled the run's
-        tasks."""
-        problem = (
-            "cancelled tasks of the run, or stopped the event loop that all conversations share"
-        )
-        remedy = "Cancel only the tasks that the function itself has created"
-        return UserError(self.setting, self.spec, problem, remedy)
 
 
 def build_completion(result: Returned, client: Client) -> Completion:

@@ -10,6 +10,7 @@ Conversations (``conversation.py``) and agents (``agents/``) are clients of this
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -18,17 +19,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Completion, Prompt, Routing
 from megatron_dppo.rollout.conversation_checks import check_ids
 
 if TYPE_CHECKING:  # torch
-    from megatron_dppo.rollout.conversation import ConversationFunction
     from megatron_dppo.rollout.engine import Sampling
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
 """Turn of the policy, unchanged from :meth:`Client.generate`, or token ids of context."""
 TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
 """Engine's function to generate a turn."""
+RETRY_DELAY_S = 0.3
+"""Seconds until an abandoned conversation, or a turn aborted by a paused server, is repeated."""
 NO_VERSION = np.iinfo(np.int32).min
 """Version of context tokens before :func:`merge_parts`."""
 
@@ -38,14 +41,52 @@ class TryAgainError(Exception):
     again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutFunction(ABC):
+    """Function that makes a completion of several turns: a conversation or an agent."""
+
+    setting: str
+    """Setting of the function, for error messages."""
+    spec: str
+    """Value of the setting."""
+    roles: Sequence[str] = field(default=(), kw_only=True)
+    """``rollout.roles``."""
+    vocabulary: int = field(default=1 << 31, kw_only=True)
+    """Exclusive upper bound of the policy's token ids."""
+    tokenizer: Any = field(default=None, kw_only=True)
+    """The policy's."""
+
+    @abstractmethod
+    async def run(self, client: Client) -> Completion:
+        """Make one completion.
+
+        Raises:
+            TryAgainError: the function abandons the conversation.
+            UserError: the function raises, or returns a value unusable for training.
+            Exception: ``client.failure``.
+        """
+
+    async def close(self) -> None:  # noqa: B027
+        """End the function's processes and connections."""
+
+    def make_interference_error(self) -> UserError:
+        """Return the error for a function that stopped the event loop, or cancelled the run's
+        tasks."""
+        problem = (
+            "cancelled tasks of the run, or stopped the event loop that all conversations share"
+        )
+        remedy = "Cancel only the tasks that the function itself has created"
+        return UserError(self.setting, self.spec, problem, remedy)
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class Client:
     """Client of one conversation, with the run's sampling settings."""
 
     turn: TurnFunction
     failure: type[Exception] = TryAgainError
-    """Engine's error, raised unchanged by :meth:`ConversationFunction.run`."""
-    function: ConversationFunction
+    """Engine's error, raised unchanged by :meth:`RolloutFunction.run`."""
+    function: RolloutFunction
     prompt: Prompt
     sampling: Sampling
     number: int
