@@ -10,7 +10,8 @@
 ``reasoning_gym`` (github.com/open-thought/reasoning-gym, extra ``reasoning-gym``) has a hundred
 families of tasks, each with a generator and a verifier for ``reward.function=reasoning_gym``.
 
-``verifiers`` (extra ``verifiers``) has environments: problems for ``rollout.agent=verifiers``. See ``data/verifiers.py``.
+``verifiers`` (extra ``agents``) has environments: problems for ``rollout.agent=verifiers``. See
+``data/verifiers.py``.
 
 Pools are finite: prompts are drawn again, and pruning by history has a history.
 """
@@ -39,6 +40,8 @@ Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
 """Name in ``data.train``, and prefix of ``data_source`` before a slash."""
 VERIFIERS = "verifiers"
+TOOLS = "tools"
+"""Column of the policy's tools."""
 REPEATS = 20
 """Known problems in a row before a family counts as exhausted."""
 
@@ -146,7 +149,7 @@ def check_environment(config: VerifiersConfig) -> None:
         UserError: no environment is named, or verifiers is absent.
     """
     if find_spec(VERIFIERS) is None:
-        remedy = f"Install it: {install_command(VERIFIERS)}"
+        remedy = f"Install it: {install_command('agents')}"
         raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy)
     if not config.environment:
         raise UserError(

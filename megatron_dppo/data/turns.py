@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data.date import freeze_date
-from megatron_dppo.data.examples import select_chat_template
+from megatron_dppo.data.examples import Tools, select_chat_template
 from megatron_dppo.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -90,9 +90,9 @@ class ChatRenderer:
             )
         if self._data.date:
             options["chat_template"] = freeze_date(template, self._data.date)
-        fixed = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
+        options |= {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
         try:
-            (text,) = self._tokenizer.apply_chat_template([chat], **options, **fixed)
+            (text,) = self._tokenizer.apply_chat_template([chat], **options)
         # A template is a program and may raise any exception.
         except Exception as error:
             raise ConversationFormatError(
@@ -151,9 +151,6 @@ def _to_template(message: Message) -> Message:
     return fields
 
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
-"description": ..., "parameters": ...}}``; ``parameters`` is a JSON schema."""
 CALL = "<tool_call>"
 # Qwen3-Coder's form of calls, not parsed here.
 OTHER_CALL = "<function="

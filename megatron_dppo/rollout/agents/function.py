@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -16,15 +16,16 @@ from megatron_dppo.rl.score import Score
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.agents.endpoint import Endpoint
 from megatron_dppo.rollout.agents.processes import AgentProcesses
-from megatron_dppo.rollout.agents.session import AgentLimits, Session, is_failed
+from megatron_dppo.rollout.agents.session import AgentLimits, Session
 from megatron_dppo.rollout.agents.worker import SETTING, AgentRequest, AgentSettings
-from megatron_dppo.rollout.conversation import ConversationFunction
-from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.turns import Client
+from megatron_dppo.rollout.turns import Client, RolloutFunction
+
+if TYPE_CHECKING:  # torch
+    from megatron_dppo.rollout.engine import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFunction(ConversationFunction):
+class AgentFunction(RolloutFunction):
     """``rollout.agent``"""
 
     processes: AgentProcesses
@@ -76,23 +77,24 @@ class AgentFunction(ConversationFunction):
     ) -> Score | None:
         """Wait for an agent; return the score of its process, or of a failure."""
         while (left_s := session.idle_left_s) > 0:
-            await asyncio.wait(
-                [agent, session.failed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            either: list[asyncio.Future[Any]] = [agent, session.failed]
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 session.failed.result()
             if agent.done():
                 score, kind = agent.result()
-                return self._describe_failure(score, kind, prompt) if is_failed(score) else score
+                return self._describe_failure(score, kind, prompt)
         problem = f"sent no request for rollout.agent_timeout_s = {self.limits.idle_s:g}"
         timeout = Score.from_failure("timeout", problem)
         return self._describe_failure(timeout, problem, prompt)
 
-    def _describe_failure(self, score: Score, kind: str, prompt: Prompt) -> Score:
-        """Return a failed score with place and traceback, if the kind was not reported before."""
+    def _describe_failure(self, score: Score | None, kind: str, prompt: Prompt) -> Score | None:
+        """Return a score; of a failure, with place and traceback if the kind was not reported."""
+        if score is None or score.failure is None:
+            return score
         text = "" if kind in self.reported else f"{SETTING} = {self.spec}, for {prompt.place}: "
         self.reported.add(kind)
-        return Score.from_failure(score.failure or "error", text and text + score.traceback)
+        return Score.from_failure(score.failure, text and text + score.traceback)
 
 
 def load_agent_function(config: Config) -> AgentFunction:

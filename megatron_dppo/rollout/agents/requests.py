@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.data.turns import Message, Tools
+from megatron_dppo.data.examples import Tools
+from megatron_dppo.data.turns import Message
 
 MODEL = "policy"
 """Name of the policy in requests."""
@@ -28,23 +29,11 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 """Parameters with the only served values, which change nothing."""
 IGNORED = frozenset(
-    [
-        "model",
-        "messages",
-        "prompt",
-        "tools",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-    ]
+    {
+        *("model", "messages", "prompt", "tools", "stop", "stream", "stream_options"),
+        *("max_tokens", "max_completion_tokens", "user", "metadata", "store", "service_tier"),
+        *("safety_identifier", "prompt_cache_key"),
+    }
 )
 """Parameters that are read elsewhere, or cannot change a turn."""
 

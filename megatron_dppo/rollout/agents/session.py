@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from megatron_dppo.data.examples import Tools
 from megatron_dppo.data.turns import (
     ChatRenderer,
     ConversationFormatError,
     Message,
-    Tools,
     normalize_message,
     parse_tool_calls,
 )
@@ -258,7 +258,7 @@ class Session:
         most = left if request.max_tokens is None else min(left, request.max_tokens)
         turn = await client.generate(context, max_tokens=most, stop_token_ids=stops)
         token_ids = turn.token_ids.tolist()
-        shown = token_ids[:-1] if token_ids[-1] in stops else token_ids
+        shown = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
         return turn, self._tokenizer.decode(shown, skip_special_tokens=True)
 
     def _read_stops(self, texts: Sequence[str]) -> list[int]:

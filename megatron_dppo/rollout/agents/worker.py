@@ -5,9 +5,9 @@
   UserError of the import.
 - Each later message is a socket of one rollout, with a pickled :class:`AgentRequest`. The answer is
   a pickled pair of score or None, and kind of error.
-- A *keeper* holds the rollout's socket, and forks the *runner*, with the agent's code. All processes
-  that the agent starts belong to the keeper, and end with the runner. When the trainer closes the
-  socket or has died, the keeper kills the runner.
+- A *keeper* holds the rollout's socket, and forks the *runner*, with the agent's code. All
+  processes that the agent starts belong to the keeper, and end with the runner. When the trainer
+  closes the socket or has died, the keeper kills the runner.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _run_command(command: Sequence[str], task: Mapping[str, Any]) -> Any:
             process.stdin.write(json.dumps(task, default=str).encode())
             process.stdin.close()
         last = b""
-        while part := process.stdout.read1(MAX_LINE):
+        while part := os.read(process.stdout.fileno(), MAX_LINE):
             last = (last + part)[-MAX_LINE:]
     if process.returncode:
         raise RuntimeError(f"The command {describe_exit(process.returncode)}.")
@@ -155,8 +155,8 @@ def _keep(connection: socket.socket, agent: Agent, memory_mib: int) -> NoReturn:
 def _wait_for(runner: int, connection: socket.socket, ended: int) -> int:
     """Return the runner's wait status; 0 if the trainer has closed the socket."""
     while True:
-        ready, _, _ = select.select([connection, ended], [], [])
-        if connection in ready:
+        ready, _, _ = select.select([connection.fileno(), ended], [], [])
+        if connection.fileno() in ready:
             return 0
         os.read(ended, 4096)
         with suppress(ChildProcessError):
