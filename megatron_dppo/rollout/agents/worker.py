@@ -104,6 +104,9 @@ def _load_agent(settings: AgentSettings) -> Agent:
     except TypeError as error:
         problem = f"cannot be called with 1 argument ({error})"
         raise UserError(SETTING, spec, problem, "Give it the parameter (task)") from error
+    # Load before the forks, because openai loads its resources at the first use.
+    if (openai := sys.modules.get("openai")) is not None:
+        assert openai.AsyncOpenAI(api_key="none").chat.completions
     return function
 
 
