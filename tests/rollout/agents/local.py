@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_dppo.init import build_character_tokenizer, write_tokenizer
-from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.agents.function import load_agent_function
 from megatron_dppo.rollout.decoding import Decoding
 from megatron_dppo.rollout.engine import Sampling
@@ -19,10 +20,8 @@ from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.tree import TreePath
 from megatron_dppo.settings import load_config
 from tests.policies import write_policy
+from tests.rollout.agents.draws import Draw, make_draw
 from tests.rollout.local import load_engine
-
-Draws = list[tuple[list[int], Completion]]
-"""Context and turn of each draw."""
 
 
 def write_agents_policy(folder: Path) -> None:
@@ -44,15 +43,15 @@ def open_engine(policy: Path, *settings: str) -> Iterator[LocalEngine]:
         engine.close()
 
 
-def log_draws(monkeypatch: Any) -> Draws:
+def log_draws(monkeypatch: pytest.MonkeyPatch) -> list[Draw]:
     """Return a list that gets each draw of the local engine."""
-    draws: Draws = []
+    draws: list[Draw] = []
     build = Decoding.build_paths
 
     def logged(decoding: Decoding, version: int) -> list[list[TreePath]]:
         paths = build(decoding, version)
         for path in (path for group in paths for path in group):
-            draws.append((path.prompt.token_ids.tolist(), path.completion))
+            draws.append(make_draw(path.prompt.token_ids.tolist(), path.completion))
         return paths
 
     monkeypatch.setattr(Decoding, "build_paths", logged)
@@ -70,11 +69,3 @@ def make_task(number: int, text: str, tokenizer: Any, **extra: Any) -> Prompt:
 
 def sampling(samples: int = 2, max_tokens: int = 40, seed: int = 3) -> Sampling:
     return Sampling(samples, max_tokens, 1.0, (0, 1, 2), seed=seed)
-
-
-def list_sampled(completions: Sequence[Completion]) -> list[list[tuple[int, float]]]:
-    """Return the trained tokens of each completion, with log-probabilities."""
-    return [
-        list(zip(c.token_ids[c.loss_mask].tolist(), c.logprobs[c.loss_mask].tolist(), strict=True))
-        for c in completions
-    ]

@@ -21,6 +21,7 @@ from megatron_dppo.rollout.agents.session import AgentLimits, Session
 from megatron_dppo.rollout.conversation import ConversationFunction
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.turns import Client
+from tests.rollout.agents.draws import list_draws, make_draw
 
 openai = pytest.importorskip("openai")
 THOUGHTS = (
@@ -136,29 +137,9 @@ async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
 
 def check_draws(rollout: Rollout, completion: Completion) -> None:
     """Check that the trained tokens are the draws, each after the context of its draw."""
-    spans = split_sequences(completion)
     assert find_sequence_error(len(rollout.prompt.token_ids), completion, 200) is None
-    found = []
-    for number, span in enumerate(spans):
-        before = [] if number else rollout.prompt.token_ids.tolist()
-        tokens = [*before, *completion.token_ids[span].tolist()]
-        mask = [False] * len(before) + completion.loss_mask[span].tolist()
-        place = 0
-        while any(mask[place:]):
-            first = mask.index(True, place)
-            # Two turns without context between would be one run of sampled tokens.
-            place = mask.index(False, first) if False in mask[first:] else len(mask)
-            own = slice(span.start + first - len(before), span.start + place - len(before))
-            found.append((tokens[:first], tokens[first:place], own))
-    assert len(found) == len(rollout.draws)
-    for context, drawn in rollout.draws:
-        (own,) = [
-            own
-            for before, turn, own in found
-            if (before, turn) == (context, drawn.token_ids.tolist())
-        ]
-        np.testing.assert_array_equal(completion.logprobs[own], drawn.logprobs)
-        np.testing.assert_array_equal(completion.versions[own], drawn.versions)
+    drawn = [make_draw(*draw) for draw in rollout.draws]
+    assert sorted(list_draws(rollout.prompt, completion)) == sorted(drawn)
 
 
 def test_a_chat_keeps_the_sampled_tokens(begin: Any) -> None:
