@@ -100,7 +100,7 @@ ELSEWHERE = {
     r"ruff check \. && ruff format --check \.": ("scripts/lint.sh", "ruff format --check ."),
     r"pip install \"\.\[wandb,mlflow,trackio\]\"": (
         CI,
-        "mlflow,mutation,nemo-run,reasoning-gym,trackio,verifiers,wandb",
+        "mlflow,mutation,nemo-run,reasoning-gym,trackio,wandb",
     ),
     r"mypy": ("scripts/lint.sh", "mypy"),
     r"source \.venv/bin/activate": ("scripts/quickstart.sh", "source $(printf"),

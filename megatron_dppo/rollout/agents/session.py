@@ -163,7 +163,7 @@ class Session:
         messages, tools = read_messages(body)
         known = [normalize_message(message) for message in messages]
         context = self._find_context(messages, known, tools)
-        turn, text = await self._generate(context, request)
+        turn, text, stop = await self._generate(context, request)
         content, calls = parse_tool_calls(text) if tools else (text, [])
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
@@ -178,7 +178,8 @@ class Session:
         whole = [*context, *turn.token_ids.tolist()]
         self._chat.append(_ChatTurn(messages, [*known, normalize_message(message)], tools, whole))
         reason = "tool_calls" if calls else turn.finish_reason
-        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        choice = {"index": 0, "message": message, "logprobs": None}
+        choice |= {"finish_reason": reason, "stop_reason": stop}
         return self._build_answer("chat.completion", choice, context, turn)
 
     async def complete_text(self, body: Any) -> Body:
@@ -196,12 +197,15 @@ class Session:
         else:
             action = "requested a completion of a prompt"
             context = check_ids(prompt, self._client.function.vocabulary, action).tolist()
-        turn, text = await self._generate(context, request)
+        turn, text, stop = await self._generate(context, request)
         token_ids = turn.token_ids.tolist()
         if isinstance(prompt, str):
-            self._texts.append((prompt + text, [*context, *token_ids]))
+            whole = [*context, *token_ids]
+            self._texts.append((prompt + text + (stop or ""), whole))
+            if stop is not None:
+                self._texts.append((prompt + text, whole[:-1]))
         choice = {"index": 0, "text": text, "token_ids": token_ids, "logprobs": None}
-        choice["finish_reason"] = turn.finish_reason
+        choice |= {"finish_reason": turn.finish_reason, "stop_reason": stop}
         return self._build_answer("text_completion", choice, context, turn)
 
     def _find_context(
@@ -226,8 +230,10 @@ class Session:
             *self._renderer.render_after_turn(turn.before, last, new, tools),
         ]
 
-    async def _generate(self, context: list[int], request: TurnRequest) -> tuple[Completion, str]:
-        """Generate a turn, and return the turn's text without stop tokens."""
+    async def _generate(
+        self, context: list[int], request: TurnRequest
+    ) -> tuple[Completion, str, str | None]:
+        """Generate a turn; return the turn, the text without stop tokens, and the stop text."""
         client = self._client
         stops = self._read_stops(request.stops)
         recorded = sum(len(tokens) for tokens, _ in client.list_sequences())
@@ -256,21 +262,24 @@ class Session:
                 is_limit=True,
             )
         most = left if request.max_tokens is None else min(left, request.max_tokens)
-        turn = await client.generate(context, max_tokens=most, stop_token_ids=stops)
+        turn = await client.generate(context, max_tokens=most, stop_token_ids=[*stops])
         token_ids = turn.token_ids.tolist()
-        shown = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
-        return turn, self._tokenizer.decode(shown, skip_special_tokens=True)
+        stop = stops.get(token_ids[-1]) if token_ids else None
+        shown = token_ids if stop is None else token_ids[:-1]
+        return turn, self._tokenizer.decode(shown, skip_special_tokens=True), stop
 
-    def _read_stops(self, texts: Sequence[str]) -> list[int]:
-        found = {text: self._find_stop_token(text) for text in texts}
-        for text, token in found.items():
-            if token is None:
+    def _read_stops(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the stop texts by token."""
+        found = {}
+        for text in texts:
+            if (token := self._find_stop_token(text)) is None:
                 raise RefusedError(
                     f"The stop text {text!r:.80} is not always a single token of its own, and a "
                     "turn ends with a whole token.",
                     "stop",
                 )
-        return [token for token in found.values() if token is not None]
+            found[token] = text
+        return found
 
     def _build_answer(
         self,

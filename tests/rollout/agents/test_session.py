@@ -332,7 +332,7 @@ def test_limits_end_a_rollout(begin: Any, limits: Any, code: str) -> None:
 
 
 def test_a_turn_ends_at_a_stop_text(begin: Any) -> None:
-    rollout = begin("7+8=15", "9")
+    rollout = begin("7+8=15", "9", "2=3", "5", "6")
 
     async def agent(client: Any) -> None:
         messages: list[Any] = [*ASKED]
@@ -340,8 +340,16 @@ def test_a_turn_ends_at_a_stop_text(begin: Any) -> None:
         assert (choice.message.content, choice.finish_reason) == ("7+8", "stop")
         messages.append(MORE)
         await ask(client, messages, max_tokens=1)
+        first = await client.completions.create(model="policy", prompt="2+", stop="=")
+        text, stop = first.choices[0].text, first.choices[0].stop_reason
+        assert (text, stop) == ("2", "=")
+        await client.completions.create(model="policy", prompt=f"2+{text}{stop}4")
+        await client.completions.create(model="policy", prompt=f"2+{text}0")
 
     completion = rollout.run(agent)
+    assert [draw[0] for draw in rollout.draws[3:]] == [
+        rollout.tokenizer.encode(prompt) for prompt in ("2+2=4", "2+20")
+    ]
     text = rollout.tokenizer.decode(completion.token_ids)
-    assert text.startswith("7+8=<|im_end|>") and text.endswith("9")
+    assert text.startswith("7+8=<|im_end|>")
     check_draws(rollout, completion)
