@@ -24,24 +24,12 @@ from tests.rollout.local import bits_of, generate
 
 pytest.importorskip("openai")
 REWARD, REWARD_TIMEOUT_S = "exact", 30.0
-AGENTS = """
-import asyncio, time
+TWO_AGENTS = Path(__file__).with_name("two_agents.py")
+AGENTS = f"""
+import asyncio, sys, time
 import openai
-
-async def say(messages, client, **limits):
-    answer = await client.chat.completions.create(model="policy", messages=messages, **limits)
-    messages.append(answer.choices[0].message.model_dump())
-    return answer.choices[0].message.content or "-"
-
-async def two_agents(task):
-    client = openai.AsyncOpenAI()
-    solver, critic = [*task["prompt"]], [{"role": "system", "content": "review"}]
-    for _ in range(2):
-        solution = await say(solver, client, max_tokens=8)
-        critic.append({"role": "user", "content": solution})
-        review = await say(critic, client, max_tokens=4)
-        solver.append({"role": "user", "content": review})
-    return float(len(solution))
+sys.path.append("{TWO_AGENTS.parent}")
+from two_agents import say
 
 async def unscored(task):
     await say([*task["prompt"]], openai.AsyncOpenAI(), max_tokens=4)
@@ -82,7 +70,7 @@ def test_trained_tokens_are_the_draws(
     """In 200 rollouts of two agents, token by token, and with the same bits a second time."""
     draws = log_draws(monkeypatch)
     prompts = [make_task(i, f"{i}+2=", tokenizer) for i in range(20)]
-    with open_engine(policy, f"rollout.agent={policy}/agents.py:two_agents") as engine:
+    with open_engine(policy, f"rollout.agent={TWO_AGENTS}:agent") as engine:
         groups = generate(engine, prompts, sampling(10, 200))
         found = [
             draw
@@ -127,13 +115,14 @@ def test_rewards_are_the_agents_or_the_functions(
 ) -> None:
     prompts = [make_task(0, "2+3=", tokenizer)]
     rewards = []
-    for name in ("two_agents", "unscored", "silent"):
-        with open_engine(policy, f"rollout.agent={policy}/agents.py:{name}") as engine:
+    of_file = [f"{policy}/agents.py:{name}" for name in ("unscored", "silent")]
+    for agent in (f"{TWO_AGENTS}:agent", *of_file):
+        with open_engine(policy, f"rollout.agent={agent}") as engine:
             completions = generate(engine, prompts, sampling(2, 200))
         scoring = GroupScoring(workers, tokenizer, prompts, max_failures=9)
         (group,) = scoring.finish(completions)
         rewards.append(group.rewards)
-        if name == "unscored":
+        if "unscored" in agent:
             expected = [float(text.strip() == "5") for text in group.texts]
             assert group.rewards.tolist() == expected
     assert (rewards[0] >= 1).all()
