@@ -353,3 +353,25 @@ def test_a_turn_ends_at_a_stop_text(begin: Any) -> None:
     text = rollout.tokenizer.decode(completion.token_ids)
     assert text.startswith("7+8=<|im_end|>")
     check_draws(rollout, completion)
+
+
+def test_an_agent_library_calls_a_tool(begin: Any) -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    rollout = begin(CALL, "2")
+
+    @agents.function_tool  # type: ignore[untyped-decorator]
+    def add(a: int) -> str:
+        """Add one."""
+        return str(a + 1)
+
+    async def agent(client: Any) -> None:
+        model = agents.OpenAIChatCompletionsModel("policy", client)
+        adder = agents.Agent("adder", instructions="Add.", model=model, tools=[add])
+        result = await agents.Runner.run(adder, "1+1=")
+        assert result.final_output == "2"
+
+    completion = rollout.run(agent)
+    assert completion.score is None and completion.starts == (0,)
+    assert rollout.tokenizer.decode(completion.token_ids).count("2") == 2
+    check_draws(rollout, completion)
