@@ -41,8 +41,7 @@ class ConversationFormatError(ValueError):
 class ChatRenderer:
     """Chat template of the policy, with the settings of the run's prompts.
 
-    Raises:
-        ConversationFormatError: by each method, if the template fails.
+    Methods raise ConversationFormatError if the template fails.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: DataConfig) -> None:
@@ -123,7 +122,7 @@ def normalize_message(message: Message) -> tuple[object, ...]:
     Clients return a message with other empty fields, or with the content as a list of parts.
 
     Raises:
-        ConversationFormatError: as :func:`read_text`, or a tool call lacks a part.
+        ConversationFormatError: the content is no text, or a tool call lacks a part.
     """
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in _calls(message)]
     return message["role"], read_text(message.get("content")), message.get("tool_call_id"), *calls

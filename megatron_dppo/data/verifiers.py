@@ -189,7 +189,7 @@ def _make_row(problem: Problem, config: VerifiersConfig, number: int) -> Row:
         "label": "" if answer is None else str(answer),
         "response": None,
         "data_source": f"verifiers/{name}",
-        # As JSON and back, because an environment may return objects of its own.
+        # As JSON and back, because an environment may return any object.
         "extra_info": {"input": json.loads(json.dumps(problem, default=str))},
     }
     return Row(values, "data.verifiers", f"{name}, problem {number}")

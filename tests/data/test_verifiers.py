@@ -1,6 +1,7 @@
 """Environments of verifiers: their problems, and rollouts with the policy as agents.
 
-Releases before 0.4 and later ones have different environments, of which the installed one is run.
+Releases before 0.4 and later releases have different environments. The tests run the form of the
+installed release.
 """
 
 import signal

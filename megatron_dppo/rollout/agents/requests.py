@@ -27,7 +27,7 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",),
 }
-"""Parameters with the only served values, which change nothing."""
+"""Parameters with the only served values, the defaults."""
 IGNORED = frozenset(
     {
         *("model", "messages", "prompt", "tools", "stop", "stream", "stream_options"),

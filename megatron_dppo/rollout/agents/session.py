@@ -145,7 +145,7 @@ class Session:
         """Return the completion of an ended rollout; without a token if the rollout failed.
 
         Args:
-            score: of the agent's process; None: the reward function scores the completion.
+            score: score by the agent; None: the reward function scores the completion.
         """
         sequences = [merge_parts(parts) for _, parts in self._client.list_sequences()]
         if self._refusal:
@@ -247,7 +247,7 @@ class Session:
         if client.count_left(context) <= 0:
             most = len(context) + client.count_left(context)
             raise RefusedError(
-                # The words by which clients recognise a full context.
+                # Clients recognise a full context by these words.
                 f"This model's maximum context length is {most} tokens. However, you requested "
                 f"{len(context)} tokens in the messages.",
                 "messages",

@@ -54,7 +54,7 @@ def merging(tokenizer: Any) -> Any:
 
 
 class Rollout:
-    """One rollout at an endpoint, with a policy that samples given texts, character by character.
+    """A rollout at an endpoint, with a policy that samples given texts, character by character.
 
     ``draws`` are the contexts and the turns outside the endpoint.
     """
@@ -143,7 +143,7 @@ def check_draws(rollout: Rollout, completion: Completion) -> None:
 
 
 def test_a_chat_keeps_the_sampled_tokens(begin: Any) -> None:
-    """Though the template omits thoughts, and the tokenizer merges what the policy samples."""
+    """Though the template omits thoughts, and the tokenizer merges sampled tokens."""
     rollout = begin("<think>a</think>12", "12", "3")
 
     async def agent(client: Any) -> None:
