@@ -4,6 +4,7 @@ Releases before 0.4 and later releases have different environments. The tests ru
 installed release.
 """
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,8 @@ from tests.rollout.agents.local import log_draws, open_engine, sampling, write_a
 from tests.rollout.local import generate
 
 verifiers = pytest.importorskip("verifiers")
-before_tasksets = pytest.mark.skipif(
-    not hasattr(verifiers, "load_environment"), reason="verifiers 0.4 or later"
-)
+IS_OLD = hasattr(verifiers, "load_environment")
+before_tasksets = pytest.mark.skipif(not IS_OLD, reason="verifiers 0.4 or later")
 
 SUMS = """
 import verifiers as vf
@@ -91,6 +91,7 @@ class Guesses(vf.Taskset[Guess, vf.TasksetConfig]):
 class Player(vf.Harness[vf.HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, *rest, **more):
         system, prompt = self.resolve_prompt(data)
@@ -105,8 +106,10 @@ class Player(vf.Harness[vf.HarnessConfig]):
 __all__ = ["Guesses", "Player"]
 """
 TOY = VerifiersConfig(environment="toy-sums", eval_problems=3)
+HERE = {"agent": {"runtime": {"type": "subprocess"}}}
 GUESSES = VerifiersConfig(
-    environment="guess_game" if hasattr(verifiers, "load_environment") else "guess_tasks",
+    environment="guess_game" if IS_OLD else "guess_tasks",
+    arguments={} if IS_OLD else HERE,
     eval_problems=1,
 )
 
@@ -151,6 +154,7 @@ def test_an_environment_runs_as_an_agent(
         "rollout.agent=verifiers",
         "data.train=verifiers",
         f"data.verifiers.environment={GUESSES.environment}",
+        f"data.verifiers.arguments={json.dumps(GUESSES.arguments)}",
         "reward.memory_mib=8192",
     )
     with open_engine(policy, *settings) as engine:
