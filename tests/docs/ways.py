@@ -193,7 +193,7 @@ WAYS = (
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
-    Way(r"megatron-dppo init runs/moe/policy .*"),
+    Way(r"megatron-dppo init runs/(moe/policy|agent/initial) .*"),
     Way(
         r"megatron-dppo sft configs/quickstart\.yaml model\.path=runs/moe/policy .*",
         append="sft.steps=1 sft.batch=2",
@@ -249,6 +249,8 @@ WAYS = (
         r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl",
         append=f"{SMALL} --check",
     ),
+    # A command that needs no package of agents.
+    Way(r"megatron-dppo train configs/agent\.yaml", append=f"{LAYOUT} rollout.agent=[true] --check"),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
