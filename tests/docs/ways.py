@@ -250,7 +250,9 @@ WAYS = (
         append=f"{SMALL} --check",
     ),
     # A command that needs no package of agents.
-    Way(r"megatron-dppo train configs/agent\.yaml", append=f"{LAYOUT} rollout.agent=[true] --check"),
+    Way(
+        r"megatron-dppo train configs/agent\.yaml", append=f"{LAYOUT} rollout.agent=[true] --check"
+    ),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
