@@ -46,7 +46,7 @@ class _Environment:
 
         self._verifiers = verifiers
         self._environment = verifiers.load_environment(config.environment, **config.arguments)
-        if self._environment.rubric._get_group_reward_funcs():
+        if self._environment.rubric.has_group_rewards:
             problem = "has reward functions that compare the rollouts of a group"
             remedy = "Remove them: an agent scores each rollout by itself"
             raise UserError(SETTING, config.environment, problem, remedy)
