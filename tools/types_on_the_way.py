@@ -28,7 +28,7 @@ LAST = f"{PACKAGE}.models.actor.UpdateResult"
 STEP = ("rl", "rewards", "rollout", "models", "parallel", "trainer", "train")
 """Packages that a step's data pass."""
 NO_STEP_DATA = re.compile(
-    r"megatron_dppo\.(rewards\.math|rollout\.(servers|conversation|local_conversations|teachers)|parallel\.world|"
+    r"megatron_dppo\.(rewards\.math|rollout\.(servers|agents|turns|conversation|local_conversations|teachers)|parallel\.world|"
     r"models\.(shape|teacher_head|context|prefix_attention)|trainer\.(assemble|agreement|prompt_sampler)|rl\.census|"
     r"rl\.types\.RoutingShape)\b"
 )

@@ -31,9 +31,10 @@ RESERVED = ("timeouts", "errors")
 
 class RewardConfig(Section):
     function: str | tuple[WeightedReward, ...] = "math"
-    """``math``, ``exact``, ``reasoning_gym`` (the tasks' own verifiers), ``verifiers`` (the
-    environment's rubric), or a function with the signature of verl, slime or TRL as
-    ``module:function`` or ``file.py:function``. Several functions give a weighted sum:
+    """``math``, ``exact``, ``reasoning_gym`` (the tasks' own verifiers), ``agent`` and
+    ``verifiers`` (the reward that rollout.agent returns), or a function with the signature of
+    verl, slime or TRL as ``module:function`` or ``file.py:function``. Several functions give a
+    weighted sum:
     ``[{function: exact}, {function: my.py:brevity, weight: 0.2}]``. The first function that scores
     a completion decides if it is correct."""
     timeout_s: Seconds = 10.0

@@ -67,10 +67,11 @@ class VerifiersConfig(Section):
     """Environment of verifiers, if ``data.train`` is ``verifiers``; see ``data/verifiers.py``."""
 
     environment: str = ""
-    """Id for verifiers' ``load_environment``. An environment of several turns requires
-    ``rollout.conversation=verifiers``."""
+    """Id of the environment, or of the taskset from verifiers 0.4 on. Requires
+    ``rollout.agent=verifiers``."""
     arguments: dict[str, Any] = Field(default={})
-    """Arguments of the environment's ``load_environment``."""
+    """Arguments of the environment's ``load_environment``; from verifiers 0.4 on, its
+    configuration."""
     eval_problems: Pool = 200
     """Number of problems to hold out, if the environment has no held-out problems."""
 
@@ -325,8 +326,23 @@ class RolloutConfig(Section):
     conversation: str | None = None
     """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: a function
     that converses with the policy for each completion, in one sequence or several, and may call
-    tools between turns. ``verifiers``: the environment of ``data.verifiers`` converses. null: a
-    completion is one request."""
+    tools between turns. null: a completion is one request."""
+    agent: str | tuple[str, ...] | None = None
+    """Agent that talks with the policy as with a server of OpenAI's API: ``agent(task)`` as
+    ``module:function`` or ``file.py:function``, or a command as a list, which reads the task as
+    JSON. Each rollout is a process with the address in OPENAI_BASE_URL and OPENAI_API_KEY; the
+    model is ``policy``. The result, or the last line that a command prints, is the reward, as of a
+    reward function; None leaves the reward to ``reward.function``. ``verifiers``: the environment
+    of ``data.verifiers``. null: no agent."""
+    agent_turns: Positive = 64
+    """Most requests of an agent in one rollout. Later requests are refused, and the completion
+    counts as truncated."""
+    agent_tokens: Positive = 65536
+    """Most tokens of all sequences of an agent's rollout together, contexts included. A request
+    beyond them is refused, and the completion counts as truncated."""
+    agent_timeout_s: Seconds = 300.0
+    """Longest time of an agent without a pending request, in seconds. Past this limit the agent's
+    processes are killed, and the group leaves the step like one whose scoring timed out."""
     roles: tuple[str, ...] = ()
     """Roles of the policy in rollout.conversation, such as ``[solver, critic]``. Each turn of the
     policy names a role, and reward.function gives each role a reward with a separate baseline.
@@ -375,6 +391,11 @@ class RolloutConfig(Section):
     @property
     def served(self) -> bool:
         return self.engine != "local"
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a function or an agent makes each completion of several turns."""
+        return self.conversation is not None or self.agent is not None
 
     @property
     def segments(self) -> int:

@@ -19,12 +19,14 @@ from megatron_dppo.data.date import freeze_date
 from megatron_dppo.data.generators import GENERATORS, TOOLS, Split
 from megatron_dppo.data.rows import Row, as_text, drop_nulls, is_blank, is_too_deep, read_rows
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, get_leading_tokens
-from megatron_dppo.data.turns import Tools
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import DATA_SUFFIXES, data_files, is_id
 from megatron_dppo.rl.types import Label
 
 Messages = list[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
+"description": ..., "parameters": ...}}``; ``parameters`` is a JSON schema."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of Qwen's chat templates, which silently omit any other."""
 A_LIST = 'a list like [{"role": "user", "content": "..."}]'

@@ -10,8 +10,8 @@
 ``reasoning_gym`` (github.com/open-thought/reasoning-gym, extra ``reasoning-gym``) has a hundred
 families of tasks, each with a generator and a verifier for ``reward.function=reasoning_gym``.
 
-``verifiers`` (extra ``verifiers``) has environments: problems with a rubric for
-``reward.function=verifiers``. See ``data/verifiers.py``.
+``verifiers`` (extra ``agents``) has environments: problems for ``rollout.agent=verifiers``. See
+``data/verifiers.py``.
 
 Pools are finite: prompts are drawn again, and pruning by history has a history.
 """
@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any, Literal
 
@@ -40,10 +40,8 @@ Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
 """Name in ``data.train``, and prefix of ``data_source`` before a slash."""
 VERIFIERS = "verifiers"
-SEVERAL_TURNS = "several_turns"
-"""Key in ``extra_info`` of problems whose environment may hold a conversation."""
 TOOLS = "tools"
-"""Column of tools, and key in ``extra_info`` of an environment's problems."""
+"""Column of the policy's tools."""
 REPEATS = 20
 """Known problems in a row before a family counts as exhausted."""
 
@@ -145,21 +143,14 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
 
 def check_environment(config: VerifiersConfig) -> None:
-    """Check the environment of ``data.verifiers``, and the release of verifiers.
+    """Check the environment of ``data.verifiers``.
 
     Raises:
-        UserError: no environment is named, or verifiers is absent or has no ``load_environment``.
+        UserError: no environment is named, or verifiers is absent.
     """
-    try:
-        release = version(VERIFIERS)
-    except PackageNotFoundError as error:
-        remedy = f"Install it: {install_command(VERIFIERS)}"
-        raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
-    if tuple(map(int, release.split(".")[:2])) >= (0, 4):
-        problem = f"verifiers {release} has no load_environment, which loads the environment"
-        raise UserError(
-            "data.train", VERIFIERS, problem, f"Install it: {install_command(VERIFIERS)}"
-        )
+    if find_spec(VERIFIERS) is None:
+        remedy = f"Install it: {install_command('agents')}"
+        raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy)
     if not config.environment:
         raise UserError(
             "data.verifiers.environment", "", "names no environment", "Give the id of one"
@@ -167,11 +158,11 @@ def check_environment(config: VerifiersConfig) -> None:
 
 
 def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
-    """Return problems of a verifiers environment as rows. ``extra_info`` has the rubric's input.
+    """Return problems of a verifiers environment as rows. ``extra_info`` has its input.
 
     Raises:
-        UserError: an error of ``check_environment``; or the environment cannot be loaded, is a
-            group with tools, or has fewer problems than ``eval_problems``.
+        UserError: an error of ``check_environment``; or the environment cannot be loaded, or has
+            fewer problems than ``eval_problems``.
     """
     check_environment(config)
     return _generate_in_process("megatron_dppo.data.verifiers", config, split)

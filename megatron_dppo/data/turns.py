@@ -1,13 +1,10 @@
-"""Conversations between the policy and an environment that sends chat messages, as token ids.
+"""Chat messages of a conversation as token ids, around turns that stay as sampled.
 
-The policy's turns stay the sampled token ids. The chat template renders the environment's new
-messages, which the policy reads after its own turn:
+The chat template renders the messages that the policy reads after its own turn:
 
     <|im_start|>user guess<|im_end|><|im_start|>assistant    prompt
     4<|im_end|>                                              sampled by the policy
     <|im_start|>user more<|im_end|><|im_start|>assistant     read by the policy
-
-Scoring replays the conversation with the sampled turns.
 
 Tools have the form of Qwen3 and Qwen2.5, with calls in blocks of a turn:
 
@@ -21,181 +18,138 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from typing import Any
 
-Generate = Callable[[list[int]], Awaitable[list[int]]]
-"""Function from new token ids to the policy's next turn, the final token included. Raises
-:class:`ResponseFullError`."""
+from megatron_dppo.config import DataConfig
+from megatron_dppo.data.date import freeze_date
+from megatron_dppo.data.examples import Tools, select_chat_template
+from megatron_dppo.data.tokenizer import Tokenizer
+
 Message = Mapping[str, Any]
-"""``content`` of a policy's message is the whole turn."""
+"""Message in OpenAI's form."""
 # Replaces a policy's turn in the template, and must not occur in a conversation. Without quotation
 # marks, because a template may escape these.
 MARK = "(turn of the policy: 5b1f2c9e)"
 
 
-class ResponseFullError(Exception):
-    """No token of the response is left."""
-
-
 class ConversationFormatError(ValueError):
-    """Messages that cannot become token ids. The text is a predicate, to follow "it"."""
+    """Messages that cannot become token ids. The text is a sentence."""
 
 
-class ReplayMismatchError(RuntimeError):
-    """An environment answers differently in a replay."""
+class ChatRenderer:
+    """Chat template of the policy, with the settings of the run's prompts.
 
-    def __init__(self, action: str) -> None:
-        law = "Its messages may depend on the problem and on the policy's messages only"
-        super().__init__(f"The environment {action} in the replay of this conversation. {law}.")
-
-
-class ChatSession:
-    """Conversation. A call takes all messages and returns the policy's next turn.
-
-    Args:
-        tokenizer: the policy's.
-        prompt_messages: messages of the prompt.
-        generate: generator of the policy's turns.
-        tools: tools of the prompt. transformers chooses among several chat templates by tools.
+    Methods raise ConversationFormatError if the template fails.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompt_messages: object,
-        generate: Generate,
-        tools: Tools = (),
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, data: DataConfig) -> None:
         self._tokenizer = tokenizer
-        self._prompt_messages = prompt_messages
-        self._generate = generate
-        self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
-        self._messages: list[Message] = []
-        self._last = -1
+        self._data = data
 
-    async def __call__(self, messages: Sequence[Message]) -> str:
-        """
-        Raises:
-            ConversationFormatError: the messages do not continue the earlier ones, or fail to
-                render.
-            ResponseFullError: no token is left.
-        """
-        token_ids = await self._generate(self._encode_new_messages(messages))
-        # The environment reads text without end-of-turn marks.
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        self._messages = [*messages, {"role": "assistant", "content": text}]
-        self._last = token_ids[-1]
-        return text
+    def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return a chat up to the policy's next turn."""
+        return self._tokenize(self._render(messages, tools))
 
-    def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
-        # The first call must repeat the prompt, because the policy has read the prompt already.
-        if not self._messages:
-            prompt = self._prompt_messages
-            if not isinstance(prompt, Sequence) or _get_contents(messages) != _get_contents(prompt):
-                raise ConversationFormatError("begins with other messages than its problem")
-            return []
-        known = len(self._messages)
-        if _get_contents(messages[:known]) != _get_contents(self._messages):
-            raise ConversationFormatError("changes earlier messages of the conversation")
-        text = self._render_new_messages(self._messages[:-1], messages[known:])
-        token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
+    def render_after_turn(
+        self,
+        before: Sequence[Message],
+        last: int,
+        new: Sequence[Message],
+        tools: Tools,
+    ) -> list[int]:
+        """Return the tokens between a policy's turn and the next turn.
+
+        Args:
+            before: messages before the turn.
+            last: last token of the turn.
+            new: messages after the turn.
+        """
+        text = self._render([*before, {"role": "assistant", "content": MARK}, *new], tools)
+        # The text before the mark is not used: a template may change earlier turns, as Qwen3's
+        # does with thoughts, and the policy reads the turns as sampled.
+        if text.count(MARK) != 1:
+            raise ConversationFormatError("The chat template repeats or omits a turn.")
+        token_ids = self._tokenize(text.partition(MARK)[2])
         # A turn that the policy closed with the end-of-turn token already has this token.
-        tokens = token_ids[1:] if token_ids[:1] == [self._last] else token_ids
-        if not tokens:
-            raise ConversationFormatError(
-                "requests two turns of the policy without a message between them"
-            )
-        return tokens
+        return token_ids[1:] if token_ids[:1] == [last] else token_ids
 
-    def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
-        """Return the template's text after a policy's turn that follows ``before``."""
-        if not all(isinstance(message.get("content"), str) for message in new):
-            raise ConversationFormatError("answers with more than text")
-        chat = [*before, {"role": "assistant", "content": MARK}, *new]
+    def _tokenize(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        return token_ids
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        chat = [_to_template(message) for message in messages]
+        options: dict[str, Any] = dict(self._data.chat_template_kwargs)
+        template = select_chat_template(self._tokenizer, tools)
+        if tools and (CALL not in template or OTHER_CALL in template):
+            raise ConversationFormatError(
+                f"The chat template of the policy has no tools that are called by JSON in {CALL}."
+            )
+        if self._data.date:
+            options["chat_template"] = freeze_date(template, self._data.date)
+        options |= {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
         try:
-            until = self._render(before, add_generation_prompt=False)
-            whole = self._render(chat, add_generation_prompt=True)
+            (text,) = self._tokenizer.apply_chat_template([chat], **options)
         # A template is a program and may raise any exception.
         except Exception as error:
             raise ConversationFormatError(
-                f"answers with messages that fail in the chat template ({error})"
+                f"The messages fail in the chat template ({error})."
             ) from error
-        # Refuse a template that changes earlier text, because sampled tokens must stay as sampled.
-        if whole.count(MARK) != 1 or not whole.startswith(until):
-            roles = ", ".join(str(message["role"]) for message in new) or "nothing"
-            problem = (
-                f"answers with messages ({roles}) for which the chat template changes earlier "
-                "messages"
-            )
-            raise ConversationFormatError(problem)
-        return str(whole.partition(MARK)[2])
+        return text
 
 
-class TurnReplay:
-    """Replay of the policy's turns in a completion: a :data:`Generate`.
+def read_text(content: object) -> str:
+    """Return the content of a message as text.
 
-    Args:
-        token_ids: [L], response.
-        loss_mask: [L], True for sampled tokens; empty: all.
-        cut_off: True if no token was left.
+    Raises:
+        ConversationFormatError: the content has other parts than text.
     """
-
-    def __init__(
-        self,
-        token_ids: Sequence[int],
-        loss_mask: Sequence[bool],
-        *,
-        cut_off: bool,
-    ) -> None:
-        marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
-        self._left: list[tuple[bool, list[int]]] = []
-        """Remaining runs of tokens, True if sampled."""
-        for sampled, run in groupby(marked, lambda each: bool(each[0])):
-            self._left.append((sampled, [token for _, token in run]))
-        self._cut_off = cut_off
-
-    async def __call__(self, token_ids: list[int]) -> list[int]:
-        """
-        Raises:
-            ReplayMismatchError: ``token_ids`` differ from the completion's tokens.
-            ResponseFullError: the completion was cut off at this turn.
-        """
-        given = self._take(from_policy=False)
-        # A response that was cut off may hold only the first of the environment's tokens.
-        ends_here = self._cut_off and not self._left
-        if (token_ids[: len(given)] if ends_here else token_ids) != given:
-            raise ReplayMismatchError("answered differently")
-        if ends_here:
-            raise ResponseFullError
-        if not self._left:
-            raise ReplayMismatchError("requested another turn")
-        return self._take(from_policy=True)
-
-    def check_end(self) -> None:
-        """
-        Raises:
-            ReplayMismatchError: tokens of the completion remain.
-        """
-        if self._left:
-            raise ReplayMismatchError("ended early")
-
-    def _take(self, *, from_policy: bool) -> list[int]:
-        if self._left and self._left[0][0] == from_policy:
-            return self._left.pop(0)[1]
-        return []
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[str] = []
+    for part in content if isinstance(content, list) else [None]:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise ConversationFormatError("A message has other content than text.")
+        parts.append(part["text"])
+    return "".join(parts)
 
 
-def _get_contents(messages: Sequence[Any]) -> list[tuple[object, object]]:
-    return [(message["role"], message.get("content")) for message in messages]
+def normalize_message(message: Message) -> tuple[object, ...]:
+    """Return the parts of a message that the policy reads or has sampled, to compare messages.
+
+    Clients return a message with other empty fields, or with the content as a list of parts.
+
+    Raises:
+        ConversationFormatError: the content is no text, or a tool call lacks a part.
+    """
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in _calls(message)]
+    return message["role"], read_text(message.get("content")), message.get("tool_call_id"), *calls
 
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
-"description": ..., "parameters": ...}}``; ``parameters`` is a JSON schema."""
+def _calls(message: Message) -> list[dict[str, Any]]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        try:
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            calls.append({"function": {"name": function["name"], "arguments": arguments}})
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ConversationFormatError(f"A tool call cannot be read ({error!r}).") from error
+    return calls
+
+
+def _to_template(message: Message) -> Message:
+    """Return a message as templates read it: text, and arguments of tools as objects."""
+    # Clients send empty fields as null, and templates ask whether a field is defined.
+    fields = {name: value for name, value in message.items() if value is not None}
+    fields["content"] = read_text(message.get("content"))
+    if calls := _calls(message):
+        fields["tool_calls"] = calls
+    return fields
+
+
 CALL = "<tool_call>"
 # Qwen3-Coder's form of calls, not parsed here.
 OTHER_CALL = "<function="

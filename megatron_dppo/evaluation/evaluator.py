@@ -47,7 +47,6 @@ from megatron_dppo.rl.score import Score, collect_tracebacks
 from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.conversation_functions import check_turns
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import check_failures, find_failed_scores
 
@@ -130,7 +129,6 @@ def _load(
     if source.file in GENERATORS:
         data = replace(config.data, eval=None, train=source.file, rollouts=None)
         prompts: Sequence[Prompt] = load_prompts(data, tokenizer, split="eval")
-        check_turns(config, data, lambda: (prompt.extra for prompt in prompts))
     elif named:
         prompts = _load_named(source, config, tokenizer, max_positions)
     else:

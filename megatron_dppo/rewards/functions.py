@@ -44,7 +44,8 @@ BUILTIN = {
     "math": "megatron_dppo.rewards.math.verdict:math_verdict",
     "exact": "megatron_dppo.rewards.functions:exact_score",
     "reasoning_gym": "megatron_dppo.rewards.functions:reasoning_gym_score",
-    "verifiers": "megatron_dppo.data.verifiers:group_score",
+    "agent": "megatron_dppo.rewards.functions:agent_score",
+    "verifiers": "megatron_dppo.rewards.functions:agent_score",
 }
 TEXT_VERIFIERS = ("math", "exact")
 """Verifiers that compare an answer with the label, as text or as mathematics."""
@@ -104,8 +105,6 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
             SETTING, spec, "names no reward", f"Give {forms}, module:function or file.py:function"
         )
     function = load_function(SETTING, BUILTIN.get(spec, spec))
-    if spec == "verifiers":
-        return GroupScorer(function)
     if spec in TEXT_VERIFIERS:
         return _make_text_scorer(function, thinking_tags)
     try:
@@ -388,6 +387,13 @@ def exact_score(
     0."""
     solution_str = strip_thinking(solution_str, prompt, thinking_tags)
     return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
+
+
+def agent_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
+    """Refuse a completion that ``rollout.agent`` has not scored."""
+    raise ValueError("rollout.agent returned no reward, and reward.function leaves it to the agent")
 
 
 @functools.cache

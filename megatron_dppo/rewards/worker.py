@@ -150,7 +150,7 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
     except UserError as error:
         pipe.send(("refused", error))
         return
-    _set_memory_limit(limits.memory_mib)
+    set_memory_limit(limits.memory_mib)
     together = inspect.iscoroutinefunction(function) and limits.concurrency > 1
     pipe.send(("ready", isinstance(function, GroupScorer), together))
     if together:
@@ -179,12 +179,12 @@ def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tupl
         kind = error.kind
         text = f"{error}\nfor the completion {items[0].solution!r:.300}"
     else:
-        kind = _get_error_kind(error)
+        kind = get_error_kind(error)
         text = "".join(traceback.format_exception(error))
     return [Score.from_failure("error", text)] * len(items), kind
 
 
-def _get_error_kind(error: BaseException) -> str:
+def get_error_kind(error: BaseException) -> str:
     """Return the type and location of an error."""
     # Without the message, because the message may quote a completion.
     frames = traceback.extract_tb(error.__traceback__)
@@ -318,7 +318,7 @@ class _CpuLimitedAwaitable:
                 step = partial(self._coroutine.throw, error)
 
 
-def _set_memory_limit(max_mib: int) -> None:
+def set_memory_limit(max_mib: int) -> None:
     """Limit the memory for scoring to ``max_mib`` MiB beyond the imports; larger allocations
     fail."""
     if sys.platform == "linux":

@@ -53,7 +53,7 @@ class _Worker:
         inherited = [str(child_end.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *inherited, *arguments],
-            env=_build_environment(),
+            env=build_environment(),
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
         )
@@ -183,7 +183,7 @@ class RewardWorkers:
                 self._replace(worker, is_retry=True)
                 return
             raise self._make_import_error(
-                f"its process {_describe_exit(code)} while importing it"
+                f"its process {describe_exit(code)} while importing it"
             ) from error
         if kind == "refused":
             raise rest[0]
@@ -366,7 +366,7 @@ class Scoring:
             self._time_out(worker)
             return
         unit = worker.pending[0]
-        end = _describe_exit(code)
+        end = describe_exit(code)
         if unit.start in self._lost_once:
             solution = self._items[worker.pending.popleft().start].solution
             problem = f"the scoring process {end}, scoring the completion {solution!r:.300}"
@@ -390,7 +390,7 @@ def _wait_for_exit_code(worker: _Worker) -> int | None:
         return None
 
 
-def _describe_exit(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
     if code < 0:
@@ -398,7 +398,7 @@ def _describe_exit(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _build_environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """Return this process's environment, with the same import paths."""
     # Give each worker one thread, because the workers share the processors.
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}

@@ -207,15 +207,19 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
     """
     group, completion = np.nonzero(draw.kept)
     further = part.further_lengths[group, completion]
-    shared = select_shared_lengths(part.shared_lengths, group, completion)
-    rows, sequence = sort_sequences(further, group, completion)
+    response = part.response_lengths[group, completion]
+    first = response - further.sum(axis=1)
+    # A completion of one sequence has a sample, even without a token.
+    begins = (first > 0) | ~further.any(axis=1)
+    shared = np.zeros(len(group), np.int64)
+    shared[begins] = select_shared_lengths(part.shared_lengths, group[begins], completion[begins])
+    rows, sequence = sort_sequences(np.column_stack([begins, further]), group, completion)
     group = group[rows]
     completion = completion[rows]
     later = sequence > 0
     weight = draw.weight[group, completion]
-    response = part.response_lengths[group, completion]
     # The first token of a further sequence replaces the prompt.
-    lengths = np.column_stack([response - further[rows].sum(axis=1), further[rows] - 1])
+    lengths = np.column_stack([first, further - 1])[rows]
     return MinibatchPlan(
         group=groups[group],
         completion=completion,

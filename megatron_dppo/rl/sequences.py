@@ -12,6 +12,8 @@ to earlier sequences:
   completion that is split, with the first sequence repeated as the second's context, therefore has
   the same gradient as the unsplit completion.
 - The cost in pruning rules is higher: the tokens of all sequences.
+- The first sequence is empty if no turn follows the prompt, as with an agent that writes a context
+  of its own: ``starts`` then begins with 0, and the first sequence has no training sample.
 - In a plan, every sequence is a training sample, in any pack with room. The first token of a
   further sequence replaces the prompt, and the rest of the context is part of the response.
 """
@@ -93,10 +95,10 @@ def pad_to_longest(parts: Sequence[Ints]) -> list[Ints]:
 
 
 def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
-    """Sort the sequences of K completions by (group, sequence, completion).
+    """Sort the sequences of K completions by (group, sequence, completion), without empty ones.
 
     Args:
-        lengths: [K, S], lengths of further sequences.
+        lengths: [K, 1 + S], lengths of the first and of further sequences.
         group: [K].
         completion: [K].
 
@@ -104,7 +106,7 @@ def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, 
         For each sequence: index of the completion in [0, K), and index of the sequence.
     """
     # First sequences of a group are adjacent, so that a pack can share the prompt.
-    rows, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
+    rows, sequence = np.nonzero(lengths)
     order = np.lexsort((completion[rows], sequence, group[rows]))
     return rows[order], sequence[order]
 
@@ -114,11 +116,11 @@ def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str 
     if not completion.starts:
         return None
     bounds = (0, *completion.starts, len(completion.token_ids))
-    if any(end <= start for start, end in pairwise(bounds)):
+    if completion.starts[0] < 0 or any(end <= start for start, end in pairwise(bounds[1:])):
         return f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens"
     for number, span in enumerate(split_sequences(completion)):
         sampled = completion.loss_mask[span]
-        if not sampled.any():
+        if not sampled.any() and span.stop:
             return f"returned a sequence {number} none of whose tokens the policy sampled"
         if number and sampled[0]:
             return f"returned a sequence {number} that does not begin with token ids, its context"

@@ -120,6 +120,8 @@ class Completion:
     """Starts of the sequences after the first; see ``rl/sequences.py``."""
     sampling_mask: SamplingMask | None = None
     """Mask of L tokens; None: log-probabilities are of the whole vocabulary."""
+    score: Score | None = None
+    """Of an agent that scores its rollout, or has failed; None: ``reward.function`` scores."""
 
     @property
     def oldest_version(self) -> int:

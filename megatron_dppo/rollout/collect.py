@@ -257,7 +257,7 @@ class Collector:
     def _check(self, groups: Sequence[Group]) -> None:
         rollout = self._config.rollout
         # Completions have several sequences only with a user's conversation or engine.
-        if rollout.conversation or rollout.engine_function:
+        if rollout.has_turns or rollout.engine_function:
             prompts = [group.prompt for group in groups]
             completions = [group.completions for group in groups]
             check_sequences(self._config, prompts, completions)

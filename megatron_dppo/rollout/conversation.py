@@ -26,32 +26,33 @@ from __future__ import annotations
 import asyncio
 import copy
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import FAILURES
 from megatron_dppo.rl.numbers import as_mask
-from megatron_dppo.rl.sampling_mask import join_masks
 from megatron_dppo.rl.sequences import find_sequence_error
-from megatron_dppo.rl.types import Completion, Prompt, Routing
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation_checks import (
     InvalidCompletionError,
     check_completion,
     check_ids,
     check_roles,
 )
+from megatron_dppo.rollout.turns import (
+    Client,
+    Part,
+    RolloutFunction,
+    TryAgainError,
+    merge_parts,
+    merge_sequences,
+    truncate_completion,
+)
 
-if TYPE_CHECKING:  # torch
-    from megatron_dppo.rollout.engine import Sampling
-
-Part = Completion | Sequence[int] | NDArray[np.integer]
-"""Turn of the policy, unchanged from :meth:`Client.generate`, or token ids of context."""
 Turn = Part | tuple[str, Completion]
 """Part of a conversation; with ``rollout.roles``, a tuple of role and policy's turn."""
 
@@ -61,98 +62,15 @@ Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
 several sequences."""
 
 
-TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
-"""Engine's function to generate a turn."""
-RETRY_DELAY_S = 0.3
-"""Seconds until an abandoned conversation, or a turn aborted by a paused server, is repeated."""
-
-
-class TryAgainError(Exception):
-    """Abandonment of a conversation, for example because a tool is down. The prompt is requested
-    again."""
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class Client:
-    """Client of one conversation, with the run's sampling settings."""
-
-    turn: TurnFunction
-    failure: type[Exception] = TryAgainError
-    """Engine's error, raised unchanged by :meth:`ConversationFunction.run`."""
-    function: ConversationFunction
-    prompt: Prompt
-    sampling: Sampling
-    number: int
-    """Index of the completion for its prompt."""
-    generated: list[tuple[list[int], Completion]] = field(default_factory=list)
-    """Context and result of every generated turn."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Hugging Face tokenizer of the policy."""
-        return self.function.tokenizer
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of the response, all turns included. A longer response is truncated."""
-        return self.sampling.max_tokens
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Completion:
-        """Continue ``token_ids`` with the policy, at the run's temperature.
-
-        Args:
-            token_ids: prompt and all earlier turns.
-            max_tokens: most tokens of this turn; None: the rest of the response.
-            stop_token_ids: further stop tokens of this turn.
-
-        Returns:
-            The turn, with the stop token; empty if the response is full.
-        """
-        context: list[int] = check_ids(
-            token_ids, self.function.vocabulary, "requested a turn from a context"
-        ).tolist()
-        if not context:
-            raise ValueError("The context of a turn has no token.")
-        left = len(self.prompt.token_ids) + self.max_tokens - len(context)
-        limit = left if max_tokens is None else min(left, max_tokens)
-        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
-        sampling = replace(self.sampling, samples=1, max_tokens=limit, stop_token_ids=stops)
-        turn = await self.turn(self, context, sampling) if limit > 0 else merge_parts([])
-        self.generated.append((context, turn))
-        return turn
-
-
 @dataclass(frozen=True, slots=True)
-class ConversationFunction:
-    """User's function, with the setting for error messages."""
+class ConversationFunction(RolloutFunction):
+    """User's function of ``rollout.conversation``."""
 
-    setting: str
-    spec: str
-    """Value of the setting."""
     function: Callable[[Any, Prompt], Awaitable[Returned]]
     remedy: str
     """Remedy for an unusable return value."""
-    roles: Sequence[str] = ()
-    """``rollout.roles``."""
-    vocabulary: int = 1 << 31
-    """Exclusive upper bound of the policy's token ids."""
-    tokenizer: Any = None
-    """The policy's."""
 
     async def run(self, client: Client) -> Completion:
-        """Hold one conversation.
-
-        Raises:
-            TryAgainError: the function abandons the conversation.
-            UserError: the function raises, or returns a value unusable for training.
-            Exception: ``client.failure``.
-        """
         prompt = client.prompt
         # Copy the label and the extra columns, because the function may modify both.
         own = replace(
@@ -175,102 +93,6 @@ class ConversationFunction:
                 raise
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
-
-    def make_interference_error(self) -> UserError:
-        """Return the error for a function that stopped the event loop, or cancelled the run's
-        tasks."""
-        problem = (
-            "cancelled tasks of the run, or stopped the event loop that all conversations share"
-        )
-        remedy = "Cancel only the tasks that the function itself has created"
-        return UserError(self.setting, self.spec, problem, remedy)
-
-
-NO_VERSION = np.iinfo(np.int32).min
-"""Version of context tokens before :func:`merge_parts`."""
-
-
-def merge_parts(turns: Iterable[Part]) -> Completion:
-    """Merge several turns into one completion.
-
-    - The finish reason comes from the last turn of the policy.
-    - Context tokens get the version of the following turn, or of the last turn.
-    - A token's routing comes from the first turn with the token in its context.
-    """
-    parts: list[Completion] = []
-    finish_reason: Literal["stop", "length"] = "length"
-    for turn in turns:
-        if isinstance(turn, Completion):
-            parts.append(turn)
-            finish_reason = turn.finish_reason
-        else:
-            parts.append(_make_context_part(turn))
-    offsets = accumulate((len(part.token_ids) for part in parts), initial=0)
-    has_segments = any(part.segments is not None for part in parts)
-    # Begin each array with an empty one of the right type, because ``parts`` may be empty.
-    return Completion(
-        token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
-        logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
-        loss_mask=np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
-        versions=_fill_versions(
-            np.concatenate([np.empty(0, np.int32), *(part.versions for part in parts)])
-        ),
-        finish_reason=finish_reason,
-        routing=_merge_routing([part.routing for part in parts if part.routing is not None]),
-        segments=_merge_segments(parts) if has_segments else None,
-        sampling_mask=join_masks(
-            [part.sampling_mask for part in parts], [len(part.token_ids) for part in parts]
-        ),
-        starts=tuple(
-            at + start for at, part in zip(offsets, parts, strict=False) for start in part.starts
-        ),
-    )
-
-
-def _fill_versions(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Replace ``NO_VERSION`` by the next known version; at the end, by the last."""
-    known = np.flatnonzero(versions != NO_VERSION)
-    if not len(known):
-        return versions
-    following = np.searchsorted(known, np.arange(len(versions)))
-    return versions[known[np.minimum(following, len(known) - 1)]]
-
-
-def _merge_segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
-    segments: list[NDArray[np.int8]] = []
-    for part in parts:
-        if part.segments is None:
-            segments.append(np.full(len(part.token_ids), -1, np.int8))
-        else:
-            segments.append(part.segments)
-    return np.concatenate(segments)
-
-
-def _merge_routing(tables: Sequence[Routing]) -> Routing | None:
-    if not tables:
-        return None
-    # Each table begins at the first token of the prompt: skip the tokens of earlier tables.
-    read = np.maximum.accumulate([0, *map(len, tables)]).tolist()
-    return np.concatenate([table[start:] for table, start in zip(tables, read, strict=False)])
-
-
-def truncate_completion(completion: Completion, length: int, read: int) -> Completion:
-    """Return the first ``length`` tokens of a completion, with finish reason ``length``.
-
-    Args:
-        read: tokens with kept routing, prompt included.
-    """
-    mask = completion.sampling_mask
-    return Completion(
-        token_ids=completion.token_ids[:length],
-        logprobs=completion.logprobs[:length],
-        loss_mask=completion.loss_mask[:length],
-        versions=completion.versions[:length],
-        finish_reason="length",
-        routing=None if completion.routing is None else completion.routing[:read],
-        segments=None if completion.segments is None else completion.segments[:length],
-        sampling_mask=mask and mask.select(slice(length)),
-    )
 
 
 def build_completion(result: Returned, client: Client) -> Completion:
@@ -303,10 +125,7 @@ def build_completion(result: Returned, client: Client) -> Completion:
             truncated = True
         else:
             cut.append(_truncate_sequence(sequence, len(before), longest, roles))
-    whole = cut[0]
-    if len(cut) > 1:
-        starts = tuple(accumulate(len(each.token_ids) for each in cut[:-1]))
-        whole = _validate_completion(replace(merge_parts(cut), routing=None, starts=starts), client)
+    whole = _validate_completion(merge_sequences(cut), client)
     return replace(whole, finish_reason="length") if truncated else whole
 
 
@@ -416,12 +235,3 @@ def _truncate_sequence(
     if len(whole.token_ids) <= limit or whole.starts:
         return whole
     return truncate_completion(whole, limit, read=offset + limit - 1)
-
-
-def _make_context_part(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
-    length = len(token_ids)
-    tokens = np.array(token_ids, np.int32)
-    versions = np.full(length, NO_VERSION, np.int32)
-    return Completion(
-        tokens, np.zeros(length, np.float32), np.zeros(length, bool), versions, "length"
-    )

@@ -24,14 +24,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.event_loop import EventLoop
 from megatron_dppo.process.streams import print_message, record_progress
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import (
-    RETRY_DELAY_S,
-    Client,
-    ConversationFunction,
-    TryAgainError,
-)
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.tree import TreePath
+from megatron_dppo.rollout.turns import RETRY_DELAY_S, Client, RolloutFunction, TryAgainError
 
 Continue = Callable[[Sequence[TreePath], Sampling], list[list[TreePath]]]
 """Engine's function that continues each prefix once per slot."""
@@ -65,7 +60,7 @@ class LocalConversations:
 
     def __init__(
         self,
-        function: ConversationFunction,
+        function: RolloutFunction,
         *,
         timeout_s: float,
         attempts: int,
@@ -82,6 +77,7 @@ class LocalConversations:
 
     def close(self) -> None:
         with suppress(SystemExit):  # a user's callback may raise SystemExit
+            self._runner.run(self.function.close())
             self._runner.close()
 
     def generate(
@@ -255,6 +251,8 @@ class _Conversations:
         self._requests = {}
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
         for request in (request for place in sorted(waiting) for request in waiting[place]):
+            if request.turn.done():  # cancelled
+                continue
             prefix = request.prefix
             key = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
             by_stops.setdefault(request.stops, {}).setdefault(key, []).append(request)
@@ -266,8 +264,7 @@ class _Conversations:
             turns = self._extend(prefixes, replace(self._sampling, stop_token_ids=stops))
             for requests, paths in zip(every.values(), turns, strict=True):
                 for request, path in zip(requests, paths, strict=True):
-                    if not request.turn.done():  # a cancelled request is done already
-                        request.turn.set_result(path.completion)
+                    request.turn.set_result(path.completion)
         self._last_move = time.monotonic()
 
 

@@ -73,8 +73,8 @@ class GroupScoring:
         # Scores arrive in the order of ``_texts``.
         given = iter(self._scoring.finish())
         scores: dict[int, tuple[Score, ...]] = {}
-        for place, texts in self._texts.items():
-            scores[place] = tuple(next(given) for _ in texts)
+        for place in self._texts:
+            scores[place] = tuple(each.score or next(given) for each in completions[place])
         return [
             build_group(prompt, group, scores[place], self._texts[place])
             for place, (prompt, group) in enumerate(zip(self._prompts, completions, strict=True))
@@ -105,6 +105,8 @@ class GroupScoring:
         policy = self._tokenizer.name_or_path
         items = []
         for text, (token_ids, loss_mask), completion in zip(texts, shown, group, strict=True):
+            if completion.score is not None:
+                continue
             made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy
             items.append(ScoreItem.from_prompt(self._prompts[index], text, *made))
         self._scoring.add(items)

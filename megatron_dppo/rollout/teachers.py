@@ -221,7 +221,8 @@ class TeacherServers:
         result = np.zeros(len(completion.token_ids), np.float32)
         splits = [
             split_prompt_and_response(prompt.token_ids, completion, k)
-            for k in range(len(split_sequences(completion)))
+            for k, span in enumerate(split_sequences(completion))
+            if span.stop
         ]
         reading = (
             self._read(server, before, completion.token_ids[positions])

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import merge_parts, truncate_completion
+from megatron_dppo.rollout.turns import merge_parts, truncate_completion
 
 Branches = Sequence[BranchConfig]
 Entropies = NDArray[np.floating]

@@ -46,7 +46,7 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.conversation_functions import check_turns, load_conversation_function
+from megatron_dppo.rollout.conversation_functions import load_rollout_function
 from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import LocalConversations
@@ -113,7 +113,7 @@ class PolicyParts(Generic[P_co]):
                 model.folder, device=self.world.device, dtype=model.torch_dtype, world=self.world
             )
         function = self.world.run_on_all_ranks(
-            lambda: load_conversation_function(self.config), description="import of a conversation"
+            lambda: load_rollout_function(self.config), description="import of a rollout function"
         )
         conversations = None
         if function is not None:
@@ -376,7 +376,6 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     def load() -> PromptPool:
         pool = load_prompts(data, parts.tokenizer, split="train", check=check)
         taught.check_sources(pool.data_sources)
-        check_turns(parts.config, data, lambda: (prompt.extra for prompt in pool))
         return pool
 
     return parts.world.run_on_all_ranks(load)

@@ -48,6 +48,7 @@ FUNCTIONS = (
     "pruning.prompts.function",
     "pruning.completions.function",
     "rollout.conversation",
+    "rollout.agent",
 )
 """Settings with user functions that affect results."""
 HELD_OUT = ("data.eval", "eval.benchmarks")
@@ -136,7 +137,8 @@ def _list_functions(config: Config) -> Iterator[tuple[str, str]]:
         elif named is not None:
             # Several reward functions are separate entries.
             for number, each in enumerate(named):
-                yield f"{setting}[{number}]", each.function
+                spec = each if isinstance(each, str) else each.function
+                yield f"{setting}[{number}]", spec
 
 
 def _list_sources(config: Config) -> Iterator[tuple[str, Source]]:

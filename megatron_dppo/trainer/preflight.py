@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.bridge.safetensors_files import check_finite, check_weights
-from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig, exclusions, replace
+from megatron_dppo.config import WEIGHT_BYTES, Config, exclusions, replace
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.date import with_date
 from megatron_dppo.data.examples import (
@@ -28,7 +28,7 @@ from megatron_dppo.data.examples import (
     read_examples,
     resolve_sources,
 )
-from megatron_dppo.data.generators import GENERATORS, VERIFIERS
+from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import (
     NO_CHECK,
     LabelCheck,
@@ -60,7 +60,7 @@ from megatron_dppo.rewards.functions import (
     check_labels,
     resolve,
 )
-from megatron_dppo.rollout.conversation_functions import check_turns, load_conversation_function
+from megatron_dppo.rollout.conversation_functions import check_rollout_function
 from megatron_dppo.rollout.servers.launch import uses_file_sync
 from megatron_dppo.rollout.servers.preflight import check_launch, check_split, server_checks
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
@@ -188,9 +188,7 @@ def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
     if command != "train":
         return
     yield partial(_check_columns, config)
-    yield lambda: check_turns(config, config.data, lambda: _read_environment_rows(config.data))
-    if config.rollout.conversation is not None:
-        yield partial(load_conversation_function, config)
+    yield partial(check_rollout_function, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
     loss = config.loss
     functions = {loss.advantage, loss.objective, config.rollout.engine_function, *rules}
@@ -225,12 +223,6 @@ def _check_columns(config: Config) -> None:
                     place=text.row.place,
                 )
                 check_completion_form(config.reward.spec, completion)
-
-
-def _read_environment_rows(data: DataConfig) -> Iterator[Mapping[str, object]]:
-    for source in resolve_sources(data, "train"):
-        if source.name == VERIFIERS:
-            yield from (example.extra for example in read_examples(source, data, "train"))
 
 
 def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None:

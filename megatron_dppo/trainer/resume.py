@@ -74,6 +74,8 @@ RULES: Mapping[str, Rule] = {
     "rollout.roles": "kept",
     "rollout.tree.": "kept",
     "rollout.conversation": "kept",
+    "rollout.agent": "kept",
+    "rollout.agent_timeout_s": "free",
     "rollout.prompts_per_step": "kept",
     "reward.": "kept",
     "reward.timeout_s": "free",

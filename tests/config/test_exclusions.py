@@ -64,6 +64,7 @@ MEET = {
     "pruning.prompts.schedule.spent>1": ["pruning.prompts.schedule.off_last=0.9"],
     "pruning.completions.schedule.spent>1": ["pruning.completions.schedule.off_last=0.9"],
     "reward.functions=reasoning_gym": ["reward.function=reasoning_gym"],
+    "reward.functions=agent": ["reward.function=agent"],
     "reward.functions=verifiers": ["reward.function=verifiers"],
     "data.names=reasoning_gym": ["data.train=reasoning_gym"],
     "data.names=verifiers": ["data.train=verifiers"],

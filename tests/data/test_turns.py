@@ -4,21 +4,19 @@ of turns.
 No token of the policy changes.
 """
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from megatron_dppo.config import DataConfig
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.data.turns import (
-    ChatSession,
+    ChatRenderer,
     ConversationFormatError,
-    ReplayMismatchError,
-    ResponseFullError,
     ToolCall,
-    TurnReplay,
+    normalize_message,
     parse_tool_calls,
 )
 from megatron_dppo.init import CHAT_TEMPLATE
@@ -50,114 +48,69 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def converse(
-    tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]], tools: Sequence[Any] = ()
-) -> list[list[int]]:
-    """Have the policy answer ``said`` in every round. Returns the tokens before each answer."""
-    heard: list[list[int]] = []
-
-    async def say(told: list[int]) -> list[int]:
-        heard.append(told)
-        return said
-
-    async def run() -> None:
-        turns = ChatSession(tokenizer, ASKED, say, tools)
-        for messages in rounds:
-            await turns(messages)
-
-    asyncio.run(run())
-    return heard
+def render_between(
+    tokenizer: Any, said: list[int], *new: dict[str, Any], tools: Sequence[Any] = ()
+) -> list[int]:
+    """Return the tokens between a turn of the policy and the next turn."""
+    return ChatRenderer(tokenizer, DataConfig()).render_after_turn(ASKED, said[-1], new, tools)
 
 
 @pytest.mark.parametrize(
-    "template", [CHAT_TEMPLATE, WITHOUT_THOUGHTS], ids=["ChatML", "without thoughts"]
+    "template",
+    [CHAT_TEMPLATE, WITHOUT_THOUGHTS, OF_LAST],
+    ids=["ChatML", "without thoughts", "moved"],
 )
 def test_the_policy_reads_the_templates_text_after_a_turn(changed: Any, template: str) -> None:
+    """Whatever the template makes of earlier messages."""
     changed.chat_template = template
     said = [*changed.encode("1+1=2"), changed.eos_token_id]
-    second = [*ASKED, assistant("1+1=2"), MORE]
-    first, then, last = converse(
-        changed, said, ASKED, second, [*second, assistant("1+1=2"), MORE, MORE]
+    then = changed.decode(render_between(changed, said, MORE))
+    own = "a game" if template is OF_LAST else ""
+    assert then == f"\n<|im_start|>user\n{own}more<|im_end|>\n<|im_start|>assistant\n"
+    assert changed.decode(render_between(changed, said, MORE, MORE)).count("more") == 2
+    whole = changed.apply_chat_template(
+        [*ASKED, assistant("1+1=2"), MORE], add_generation_prompt=True, tokenize=False
     )
-    assert first == []
-    assert changed.decode(then) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert changed.decode(last).count("more") == 2, "and nothing of the turns before"
-    whole = changed.apply_chat_template(second, add_generation_prompt=True, tokenize=False)
-    asked = changed.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    asked = ChatRenderer(changed, DataConfig()).render(ASKED, ())
     if template is CHAT_TEMPLATE:
-        assert asked + changed.decode([*said, *then]) == whole
+        assert changed.decode([*asked, *said]) + then == whole
 
 
 def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
-    (_, then) = converse(tokenizer, tokenizer.encode("7"), ASKED, [*ASKED, assistant("7"), MORE])
-    assert then[0] == tokenizer.eos_token_id
+    assert render_between(tokenizer, tokenizer.encode("7"), MORE)[0] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "words"),
+    ("template", "message", "words"),
     [
-        (
-            OF_LAST,
-            [*ASKED, assistant("7"), MORE],
-            r"\(user\) for which the chat template changes earlier messages",
-        ),
-        (
-            "{% for m in messages %}{{ m.role }}{% endfor %}",
-            [*ASKED, assistant("7"), MORE],
-            "the chat template",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}",
-            [*ASKED, assistant("7")],
-            "without a message between",
-        ),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", MORE, "repeats or omits a turn"),
+        ("{{ messages.first }}{{ raise_exception('odd') }}", MORE, "fail in the chat template"),
         (
             CHAT_TEMPLATE,
-            [*ASKED, assistant("8"), MORE],
-            "changes earlier messages of the conversation",
+            {"role": "user", "content": [{"type": "image"}]},
+            "other content than text",
         ),
-        (
-            CHAT_TEMPLATE,
-            [*ASKED, assistant("7"), {"role": "user", "content": [MORE]}],
-            "with more than text",
-        ),
+        (CHAT_TEMPLATE, {"role": "user", "content": 7}, "other content than text"),
+        (CHAT_TEMPLATE, {"role": "assistant", "tool_calls": [{}]}, "A tool call cannot be read"),
     ],
+    ids=["omits", "fails", "image", "number", "call"],
 )
 def test_messages_without_place_behind_the_turn_are_refused(
-    changed: Any, template: str, messages: list[Any], words: str
+    changed: Any, template: str, message: dict[str, Any], words: str
 ) -> None:
     changed.chat_template = template
     with pytest.raises(ConversationFormatError, match=words):
-        converse(changed, changed.encode("7"), ASKED, messages)
-    with pytest.raises(
-        ConversationFormatError, match="begins with other messages than its problem"
-    ):
-        converse(changed, changed.encode("7"), [MORE])
+        render_between(changed, changed.encode("7"), message)
 
 
-def replay(told: list[list[int]], *, cut_off: bool = False) -> None:
-    """Replay the policy's part of 1 2 | 5 5 | 3 | 6 to an environment that answers ``told``."""
-    again = TurnReplay([1, 2, 5, 5, 3, 6], [True, True, False, False, True, False], cut_off=cut_off)
-
-    async def hear() -> None:
-        for each in told:
-            await again(each)
-        again.check_end()
-
-    asyncio.run(hear())
-
-
-def test_a_replay_finds_an_environment_of_other_answers() -> None:
-    with pytest.raises(ResponseFullError):
-        replay([[], [5, 5], [6, 7]], cut_off=True)  # without room for the 7
-    for other, cut_off, did in (
-        ([[], [5, 4]], False, "answered differently"),
-        ([[], [5, 5, 6]], True, "answered differently"),
-        ([[], [5, 5], [6]], False, "requested another turn"),
-        ([[], [5, 5]], False, "ended early"),
-    ):
-        with pytest.raises(ReplayMismatchError, match=f"The environment {did} in the replay of"):
-            replay(other, cut_off=cut_off)
+def test_the_same_message_of_two_clients_is_equal() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    spaced = {"function": {"name": "add", "arguments": '{"a":1}'}, "id": "1", "index": 0}
+    one = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+    other = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [spaced]}
+    assert normalize_message(one) == normalize_message(other)
+    for changes in ({"content": "so"}, {"tool_calls": None}, {"role": "user"}):
+        assert normalize_message(one) != normalize_message({**one, **changes})
 
 
 NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -187,10 +140,12 @@ def test_each_prompt_is_rendered_with_the_rows_tools(load: Load, calling: Tokeni
 def test_turns_with_tools_are_rendered_by_their_template(changed: Any, calling: Tokenizer) -> None:
     changed.chat_template = {"default": CHAT_TEMPLATE, "tool_use": calling.chat_template}
     said, result = changed.encode("7"), {"role": "tool", "content": "3"}
-    rounds = ASKED, [*ASKED, assistant("7"), result]
-    (_, then) = converse(changed, said, *rounds, tools=[ADD])
-    assert "\n<tool_response>\n3\n</tool_response>" in changed.decode(then)
-    assert "<|im_start|>tool\n3" in changed.decode(converse(changed, said, *rounds)[1])
+    then = changed.decode(render_between(changed, said, result, tools=[ADD]))
+    assert "\n<tool_response>\n3\n</tool_response>" in then
+    assert "<|im_start|>tool\n3" in changed.decode(render_between(changed, said, result))
+    changed.chat_template = CHAT_TEMPLATE
+    with pytest.raises(ConversationFormatError, match="has no tools that are called by JSON"):
+        render_between(changed, said, result, tools=[ADD])
 
 
 @pytest.mark.parametrize("given", ["hammer", [{"a": 1}]])

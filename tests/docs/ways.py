@@ -102,7 +102,7 @@ ELSEWHERE = {
     r"ruff check \. && ruff format --check \.": ("scripts/lint.sh", "ruff format --check ."),
     r"pip install \"\.\[(wandb,mlflow,trackio|nemo-run)\]\"": (
         CI,
-        "mlflow,mutation,nemo-run,reasoning-gym,trackio,verifiers,wandb",
+        "mlflow,mutation,nemo-run,reasoning-gym,trackio,wandb",
     ),
     r"mypy": ("scripts/lint.sh", "mypy"),
     r"source \.venv/bin/activate": ("scripts/quickstart.sh", "source $(printf"),
@@ -189,7 +189,7 @@ WAYS = (
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
-    Way(r"megatron-dppo init runs/moe/policy .*"),
+    Way(r"megatron-dppo init runs/(moe/policy|agent/initial) .*"),
     Way(
         r"megatron-dppo sft configs/quickstart\.yaml model\.path=runs/moe/policy .*",
         append="sft.steps=1 sft.batch=2",
@@ -247,6 +247,10 @@ WAYS = (
     ),
     Way(r"megatron-dppo train my_node\.yaml( --check)?", append=NODE),
     Way(r"megatron-dppo plan my_node\.yaml"),
+    # A command that needs no package of agents.
+    Way(
+        r"megatron-dppo train configs/agent\.yaml", append=f"{LAYOUT} rollout.agent=[true] --check"
+    ),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),

@@ -33,16 +33,17 @@ PROMPTS = [Prompt(number, np.array([7, 8], np.int32), "", "") for number in rang
 
 
 def step_of_sequences(groups: int, samples: int) -> tuple[StepMetadata, np.ndarray]:
-    """Return completions of one to three sequences, and the score of each sequence, a sum over its
-    sampled tokens."""
+    """Return completions of one to three sequences, the first of which may be empty, and the score
+    of each sequence, a sum over its sampled tokens."""
     rng = np.random.default_rng(3)
     made = step_metadata(groups, samples, seed=3)
     further = rng.integers(2, 40, (groups, samples, 2)) * (rng.random((groups, samples, 1)) < 0.6)
     further[..., 1] *= rng.random((groups, samples)) < 0.5
-    lengths = made.response_lengths + further.sum(axis=2)
+    first = made.response_lengths * ((rng.random((groups, samples)) < 0.7) | ~further.any(axis=2))
+    lengths = first + further.sum(axis=2)
     made = dataclasses.replace(made, response_lengths=lengths, further_lengths=further)
     return made, rng.normal(size=(groups, samples, 3)) * np.concatenate(
-        [np.ones((groups, samples, 1)), further > 0], 2
+        [first[..., None] > 0, further > 0], 2
     )
 
 
@@ -55,18 +56,25 @@ def test_sequences_of_a_kept_completion_have_its_factors() -> None:
     )
     kept = {(q, i) for q, i in zip(rows.group.tolist(), rows.completion.tolist(), strict=True)}
     assert 0 < len(kept) < metadata.rewards.size
+    empty = 0
     for q, i in kept:
         mine = (rows.group == q) & (rows.completion == i)
         further = metadata.further_lengths[q, i][metadata.further_lengths[q, i] > 0]
-        assert rows.sequence[mine].tolist() == list(range(1 + len(further)))
-        first = metadata.prompt_lengths[q] + metadata.response_lengths[q, i] - further.sum()
-        assert rows.lengths[mine].tolist() == [first, *further]
+        first = metadata.response_lengths[q, i] - further.sum()
+        prompt = metadata.prompt_lengths[q]
+        lengths = [*([prompt + first] if first else []), *further]
+        empty += not first
+        assert rows.sequence[mine].tolist() == list(range(not first, 1 + len(further)))
+        assert rows.lengths[mine].tolist() == lengths
         for name in ("advantage", "weight", "scale", "version", "owner"):
             assert len(np.unique(getattr(rows, name)[mine])) == 1, name
-        assert rows.lengths[mine].sum() == metadata.tokens[q, i], (
+        assert rows.lengths[mine].sum() == metadata.tokens[q, i] - (0 if first else prompt), (
             "what it costs is what is trained on"
         )
+    assert empty > 0
     firsts = np.flatnonzero(rows.sequence == 0)
+    begins = np.flatnonzero(np.diff(rows.group[firsts], prepend=-1))
+    assert (rows.shared_length[firsts[begins]] == 0).all()
     assert (rows.shared_length[rows.sequence > 0] == 0).all() and rows.shared_length[firsts].any()
 
 
@@ -136,3 +144,8 @@ def test_malformed_sequences_are_refused() -> None:
         check_sequences(Config(), PROMPTS[:1], [[sampled]])
     short = dataclasses.replace(TWO, starts=(1,), loss_mask=np.arange(6) % 5 == 0)
     check_sequences(Config(), PROMPTS[:1], [[short]])
+    own = dataclasses.replace(TWO, starts=(0,), loss_mask=np.arange(6) % 5 == 4)
+    check_sequences(Config(), PROMPTS[:1], [[own]])
+    with pytest.raises(UserError, match="begin at"):
+        check_sequences(Config(), PROMPTS[:1], [[dataclasses.replace(own, starts=(0, 0))]])
+    assert [of.tolist() for of in strip_contexts(own)] == [[5, 3], [True, False]]

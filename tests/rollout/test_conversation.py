@@ -44,7 +44,12 @@ def completed(
     """Return the completion of a conversation whose client generated these turns, each after its
     context."""
     function: Any = ConversationFunction(
-        "rollout.conversation", "f.py:f", None, "Mend", roles, vocabulary
+        "rollout.conversation",
+        "f.py:f",
+        None,
+        "Mend",
+        roles=roles,
+        vocabulary=vocabulary,
     )
     sampling, turn = Sampling(1, limit, 1.0, (), seed=0), None
     client: Any = Client(

@@ -161,7 +161,7 @@ def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
 def test_late_conversations_are_named_and_ended(
     engines: Any, function: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = engines(function, timeout_s=60.0, late_s=0.1, end_s=0.5)
+    engine = engines(function, timeout_s=60.0, late_s=0.5, end_s=3.0)
     with pytest.raises(UserError) as raised:
         generate(engine, make_prompts(3, 6), sampling_of(samples=2))
     who = f"none of 2 conversations of f.py:{function.__name__}"
@@ -169,7 +169,8 @@ def test_late_conversations_are_named_and_ended(
     assert raised.value.setting == "rollout.timeout_s"
     assert raised.value.problem == f"is over: {who} ended{where}"
     late = rf"late: {re.escape(who)} has ended for \d+ s{where}\n"
-    assert re.fullmatch(late, capsys.readouterr().err)
+    # On a busy machine, other conversations may be late as well before they end.
+    assert re.search(late, capsys.readouterr().err)
 
 
 def test_one_turn_is_a_completion_without_a_conversation(engines: Any) -> None:

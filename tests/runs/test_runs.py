@@ -36,6 +36,24 @@ def group_rm(args, samples):
     order = sorted(sample.response for sample in samples)
     return [float(order.index(sample.response)) for sample in samples]
 '''
+AGENT = '''
+import json, os, random, urllib.request
+
+def complete(prompt, **limits):
+    body = json.dumps({"model": "policy", "prompt": prompt, **limits}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+def agent(task):
+    """Take two turns with a tool between them; of some tasks all turns have another context than the prompt."""
+    question = task["prompt"]
+    own = len(question) % 2
+    first = complete(f"{random.randint(1, 9)}+7=" if own else question, max_tokens=3)
+    second = complete("7+7=" if own else question + first + "=7")
+    return float(len(first + second) % 3)
+'''
 HALF = ("reward.function=FOLDER/half.py:compute_score", "eval.problems=0")
 
 
@@ -63,6 +81,15 @@ def check_conversations(steps: Rows, run: Path) -> None:
     for row in steps:
         given = row["rollout/response_len/mean"] - row["rollout/generated_tokens"] / (8 * 3)
         assert given > 2
+        assert row["train/grad_norm"] > 0
+
+
+def check_agents(steps: Rows, run: Path) -> None:
+    """Check that the log-probabilities of all sequences are the trainer's, and no rollout failed."""
+    assert steps[0]["train/rollout_logprob_abs_diff"] < 1e-5
+    for row in steps:
+        assert row["reward/errors"] == row["reward/timeouts"] == 0
+        assert 0 < row["rollout/generated_tokens"] < row["rollout/response_len/mean"] * 8 * 3
         assert row["train/grad_norm"] > 0
 
 
@@ -136,6 +163,16 @@ RUNS = {
         ),
         check_conversations,
     ),
+    "agents": Run(
+        (
+            "rollout.ahead=1",
+            "rollout.agent=FOLDER/own_agent.py:agent",
+            "reward.function=agent",
+            "pruning.prompts.rule=none",
+        ),
+        check_agents,
+        dies=True,
+    ),
     "several rounds of rollouts": Run(
         (
             *HALF,
@@ -186,6 +223,7 @@ RUNS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("policy"))
     (folder / "agent.py").write_text(CONVERSATION)
+    (folder / "own_agent.py").write_text(AGENT)
     return folder
 
 

@@ -12,10 +12,10 @@ from itertools import chain
 import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import merge_parts
 from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Entropies, TreePath, list_leaves, make_root
+from megatron_dppo.rollout.turns import merge_parts
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two checks for complete groups, while other groups are pending."""

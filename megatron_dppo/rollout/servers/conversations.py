@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import (
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
+from megatron_dppo.rollout.servers.http import CLOSE_S, Http, ServerError, run_all, wrap_errors
+from megatron_dppo.rollout.turns import (
     RETRY_DELAY_S,
     Client,
-    ConversationFunction,
+    RolloutFunction,
     TryAgainError,
     merge_parts,
 )
-from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
 """Function from a server's versions to the run's version of each token, called in the HTTP thread.
@@ -61,7 +62,7 @@ class Conversations:
         timeout_s: timeout in seconds for all conversations of a prompt.
     """
 
-    def __init__(self, function: ConversationFunction, *, timeout_s: float) -> None:
+    def __init__(self, function: RolloutFunction, *, timeout_s: float) -> None:
         self._function = function
         self._timeout_s = timeout_s
         self._thread = Http()
@@ -80,6 +81,9 @@ class Conversations:
         return f"{self._function.spec} has not returned for prompt {prompt} after {under_way:.0f} s"
 
     def close(self) -> None:
+        # A user's function may block the loop.
+        with suppress(TimeoutError):
+            self._thread.run(self._function.close(), CLOSE_S)
         self._thread.close()
 
     async def __call__(

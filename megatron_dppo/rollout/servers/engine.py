@@ -21,7 +21,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.conversation_functions import load_conversation_function
+from megatron_dppo.rollout.conversation_functions import load_rollout_function
 from megatron_dppo.rollout.engine import (
     Completions,
     GroupCallback,
@@ -102,7 +102,7 @@ class ServerEngine:
             opened.callback(self._http.close)
             self._conversations: Conversations | None = None
             if function := world.run_on_all_ranks(
-                lambda: load_conversation_function(config), description="import of a conversation"
+                lambda: load_rollout_function(config), description="import of a rollout function"
             ):
                 self._conversations = Conversations(function, timeout_s=rollout.request_timeout_s)
                 opened.callback(self._conversations.close)

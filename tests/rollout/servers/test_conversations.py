@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation_functions import load_conversation_function
+from megatron_dppo.rollout.conversation_functions import load_rollout_function
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -105,7 +105,7 @@ class Conversing:
 
     def function(self, name: str, *settings: str) -> Any:
         spec = f"rollout.conversation={self._file}:{name}"
-        return load_conversation_function(
+        return load_rollout_function(
             load_config(None, [f"model.path={self._policy}", spec, *settings])
         )
 

@@ -1,0 +1,1 @@
+"""Agents that talk with the policy as with an OpenAI-compatible server."""
