@@ -98,9 +98,10 @@ def read(world: World, place: Path) -> StepRollouts:
 
 
 def bits_of(completion: Completion) -> list[Any]:
-    values = [getattr(completion, field) for field in Completion.__slots__]
-    mask = values.pop()
-    values += [mask.counts, mask.token_ids] if isinstance(mask, SamplingMask) else [mask]
+    mask = completion.sampling_mask
+    fields = set(Completion.__slots__) - {"sampling_mask"}
+    values = [getattr(completion, field) for field in sorted(fields)]
+    values += [mask.counts, mask.token_ids] if mask else [None]
     return [(v.dtype, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values]
 
 

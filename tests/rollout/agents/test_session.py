@@ -137,7 +137,8 @@ async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
 
 def check_draws(rollout: Rollout, completion: Completion) -> None:
     """Check that the trained tokens are the draws, each after the context of its draw."""
-    assert find_sequence_error(len(rollout.prompt.token_ids), completion, 200) is None
+    room = rollout.sampling.max_tokens
+    assert find_sequence_error(len(rollout.prompt.token_ids), completion, room) is None
     drawn = [make_draw(*draw) for draw in rollout.draws]
     assert sorted(list_draws(rollout.prompt, completion)) == sorted(drawn)
 
@@ -358,7 +359,7 @@ def test_a_turn_ends_at_a_stop_text(begin: Any) -> None:
 def test_an_agent_library_calls_a_tool(begin: Any) -> None:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
-    rollout = begin(CALL, "2")
+    rollout = begin(CALL, "2", tokens=2000, room=900)
 
     @agents.function_tool  # type: ignore[untyped-decorator]
     def add(a: int) -> str:
