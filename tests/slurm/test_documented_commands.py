@@ -42,7 +42,6 @@ def test_the_commands_of_a_page_work_on_a_cluster(
         sandbox.type(command, environ_of(cluster, tmp_path))
 
 
-@pytest.mark.smoke
 def test_the_ten_commands_lead_from_a_plan_to_an_exported_policy(
     cluster: Cluster, submit: Submitter, tmp_path: Path
 ) -> None:
