@@ -20,7 +20,7 @@ MAX_KEPT = 128
 equal the last of the top k."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
     """Kept ids of L tokens.
 
@@ -85,12 +85,15 @@ def find_mask_error(
     token_ids: NDArray[np.int32],
     loss_mask: NDArray[np.bool_],
 ) -> tuple[str, str] | None:
-    """Describe an error in the mask of a completion, and the remedy; None if valid.
+    """Describe an error in the mask of a completion, and the remedy; None if valid, or if no token
+    was sampled.
 
     Args:
         token_ids: [L], tokens of the completion.
         loss_mask: [L], True for sampled tokens.
     """
+    if not loss_mask.any():
+        return None
     remedy = "Return Completion.sampling_mask for every sampled token, or remove this setting"
     if mask is None or len(mask.counts) != len(token_ids) or not mask.counts[loss_mask].all():
         return "returned a completion without them", remedy

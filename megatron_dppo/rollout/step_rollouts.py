@@ -109,7 +109,7 @@ class StepRollouts:
         limit = config.rollout.max_response_tokens
         for rollout in self.partial or ():
             completion = rollout.completion
-            if _has_mask(completion) != (config.rollout.top_k is not None):
+            if _differs_in_mask(completion, config.rollout.top_k):
                 return False
             if len(completion.token_ids) >= limit + rollout.ended:
                 return False
@@ -146,7 +146,7 @@ class StepRollouts:
                     return False
                 if needs_routing and completion.routing is None:
                     return False
-                if _has_mask(completion) != (rollout.top_k is not None):
+                if _differs_in_mask(completion, rollout.top_k):
                     return False
         return True
 
@@ -319,8 +319,11 @@ def _unpack_partial(stored: dict[str, Any], prompt_ids: set[int]) -> list[Partia
     ]
 
 
-def _has_mask(completion: Completion) -> bool:
-    return completion.sampling_mask is not None
+def _differs_in_mask(completion: Completion, top_k: int | None) -> bool:
+    """Return whether sampled tokens lack the mask that ``rollout.top_k`` needs, or have a mask
+    without the setting."""
+    has_mask = completion.sampling_mask is not None
+    return bool(completion.loss_mask.any()) and has_mask != (top_k is not None)
 
 
 _COLUMNS = (

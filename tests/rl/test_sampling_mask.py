@@ -67,3 +67,4 @@ def test_a_mask_that_no_policy_could_have_is_described() -> None:
         found = find_mask_error(mask, TOKENS, SAMPLED)
         assert found is not None and problem in found[0]
     assert find_mask_error(MASK, TOKENS, SAMPLED) is None
+    assert find_mask_error(None, TOKENS, np.zeros(len(TOKENS), bool)) is None

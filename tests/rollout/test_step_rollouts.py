@@ -203,6 +203,16 @@ def test_rollouts_with_other_log_probabilities_are_not_resumed(
         assert rollouts.can_resume(config, min_version=0, needs_routing=False) == fits
 
 
+def test_completion_without_a_sampled_token_needs_no_mask() -> None:
+    """As of an agent that failed."""
+    config = load_config(None, ["rollout.samples_per_prompt=3", "rollout.top_k=9"])
+    plain = group_of(8).completions[0]
+    failed = replace(plain, loss_mask=np.zeros_like(plain.loss_mask))
+    parts = [PartialRollout(8, 0, failed, True)]
+    rollouts = StepRollouts(SELECTION, 5, partial=parts)
+    assert rollouts.can_resume(config, min_version=0, needs_routing=False)
+
+
 def test_rollouts_of_a_version_without_sampling_masks_come_back(tmp_path: Path) -> None:
     written = write(world := world_of(1, 0), tmp_path)
     for file in tmp_path.rglob("*.npz"):
