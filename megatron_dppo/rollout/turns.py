@@ -80,6 +80,16 @@ class RolloutFunction(ABC):
         return UserError(self.setting, self.spec, problem, remedy)
 
 
+@dataclass(eq=False, slots=True)
+class RecordedSequence:
+    """Sequence of a completion, up to now."""
+
+    token_ids: list[int]
+    """All tokens, the prompt included."""
+    parts: list[Part] = field(default_factory=list)
+    """Parts after the prompt."""
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class Client:
     """Client of one conversation, with the run's sampling settings."""
@@ -94,6 +104,11 @@ class Client:
     """Index of the completion for its prompt."""
     generated: list[tuple[list[int], Completion]] = field(default_factory=list)
     """Context and result of every generated turn."""
+    sequences: list[RecordedSequence] = field(init=False)
+    """The first follows the prompt, and has no part if no context begins with the prompt."""
+
+    def __post_init__(self) -> None:
+        self.sequences = [RecordedSequence(self.prompt.token_ids.tolist())]
 
     @property
     def tokenizer(self) -> Any:
@@ -132,32 +147,33 @@ class Client:
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
         sampling = replace(self.sampling, samples=1, max_tokens=limit, stop_token_ids=stops)
         turn = await self.turn(self, context, sampling) if limit > 0 else merge_parts([])
-        self.generated.append((context, turn))
+        self._record(context, turn)
         return turn
 
     def count_left(self, context: Sequence[int]) -> int:
         """Return the most tokens of a turn after a context; 0 or less if a sequence is full."""
         return len(self.prompt.token_ids) + self.max_tokens - len(context)
 
-    def list_sequences(self) -> list[tuple[list[int], list[Part]]]:
-        """Return the recorded sequences: all tokens, and the parts after the prompt.
+    def find_sequence(self, context: Sequence[int]) -> RecordedSequence | None:
+        """Return the longest recorded sequence with which a context begins; None: the context
+        begins a further sequence."""
+        continued = []
+        for sequence in self.sequences:
+            if context[: len(sequence.token_ids)] == sequence.token_ids:
+                continued.append(sequence)
+        return max(continued, key=lambda each: len(each.token_ids), default=None)
 
-        The first sequence follows the prompt, and has no part if no context begins with the prompt.
-        """
-        sequences: list[tuple[list[int], list[Part]]] = [(self.prompt.token_ids.tolist(), [])]
-        for context, turn in self.generated:
-            if not len(turn.token_ids):
-                continue
-            begun = [each for each in sequences if context[: len(each[0])] == each[0]]
-            before = max(begun, key=lambda each: len(each[0]), default=None)
-            if before is None:
-                sequences.append(before := ([], []))
-            tokens, parts = before
-            if given := context[len(tokens) :]:
-                parts.append(given)
-            parts.append(turn)
-            tokens[:] = [*context, *turn.token_ids.tolist()]
-        return sequences
+    def _record(self, context: list[int], turn: Completion) -> None:
+        self.generated.append((context, turn))
+        if not len(turn.token_ids):
+            return
+        sequence = self.find_sequence(context)
+        if sequence is None:
+            self.sequences.append(sequence := RecordedSequence([]))
+        if given := context[len(sequence.token_ids) :]:
+            sequence.parts.append(given)
+        sequence.parts.append(turn)
+        sequence.token_ids = [*context, *turn.token_ids.tolist()]
 
 
 def merge_parts(turns: Iterable[Part]) -> Completion:

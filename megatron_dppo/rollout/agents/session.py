@@ -147,7 +147,7 @@ class Session:
         Args:
             score: score by the agent; None: the reward function scores the completion.
         """
-        sequences = [merge_parts(parts) for _, parts in self._client.list_sequences()]
+        sequences = [merge_parts(each.parts) for each in self._client.sequences]
         if self._refusal:
             score = Score.from_failure("error", f"requested what is not served: {self._refusal}")
         elif len(sequences) == 1 and not len(sequences[0].token_ids) and not is_failed(score):
@@ -236,7 +236,6 @@ class Session:
         """Generate a turn; return the turn, the text without stop tokens, and the stop text."""
         client = self._client
         stops = self._read_stops(request.stops)
-        recorded = sum(len(tokens) for tokens, _ in client.list_sequences())
         self._requests += 1
         if self._requests > self._limits.turns:
             raise RefusedError(
@@ -254,7 +253,7 @@ class Session:
                 "context_length_exceeded",
                 is_limit=True,
             )
-        left = self._limits.tokens - recorded - len(context)
+        left = self._limits.tokens - self._count_other_tokens(context) - len(context)
         if left <= 0:
             raise RefusedError(
                 f"The rollout has used its rollout.agent_tokens = {self._limits.tokens}.",
@@ -267,6 +266,15 @@ class Session:
         stop = stops.get(token_ids[-1]) if token_ids else None
         shown = token_ids if stop is None else token_ids[:-1]
         return turn, self._tokenizer.decode(shown, skip_special_tokens=True), stop
+
+    def _count_other_tokens(self, context: Sequence[int]) -> int:
+        """Return the tokens of all sequences that a context does not continue."""
+        continued = self._client.find_sequence(context)
+        return sum(
+            len(each.token_ids)
+            for each in self._client.sequences
+            if each.parts and each is not continued
+        )
 
     def _read_stops(self, texts: Sequence[str]) -> dict[int, str]:
         """Return the stop texts by token."""

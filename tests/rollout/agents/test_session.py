@@ -329,6 +329,10 @@ def test_limits_end_a_rollout(begin: Any, limits: Any, code: str) -> None:
     assert (completion.finish_reason, completion.score) == ("length", None)
     read = len(rollout.prompt.token_ids) + len(completion.token_ids)
     assert 1 < len(rollout.draws) < 9 and read <= limits.get("tokens", 999)
+    if "tokens" in limits:
+        (first, turn), (second, _) = rollout.draws[:2]
+        between = len(second) - len(first) - len(turn.token_ids)
+        assert read + between >= limits["tokens"], "tokens of one sequence count once"
     check_draws(rollout, completion)
 
 
