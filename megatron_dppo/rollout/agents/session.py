@@ -1,4 +1,4 @@
-"""One agent's rollout at the endpoint: requests become contexts, and sampled turns become answers.
+"""Rollout of an agent at the endpoint: requests become contexts, and sampled turns become answers.
 
 A request of chat messages continues the recorded turn whose messages the request repeats: the
 sampled token ids replace the turn's text, even if a chat template omits thoughts of earlier turns,
@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 from megatron_dppo.data.examples import Tools
 from megatron_dppo.data.turns import (
     ChatRenderer,
-    ConversationFormatError,
     Message,
     normalize_message,
     parse_tool_calls,
@@ -31,7 +30,7 @@ from megatron_dppo.rollout.agents.requests import (
     read_messages,
     read_request,
 )
-from megatron_dppo.rollout.conversation_checks import InvalidCompletionError, check_ids
+from megatron_dppo.rollout.conversation_checks import check_ids
 from megatron_dppo.rollout.turns import Client, merge_parts, merge_sequences
 
 Body: TypeAlias = Mapping[str, Any]
@@ -117,14 +116,14 @@ class Session:
         except RefusedError as error:
             self.refuse(error)
             raise
-        except (ConversationFormatError, InvalidCompletionError) as error:
+        except Exception as error:
+            if self.failed.done():
+                raise
+            # The values of a request are the agent's. A tokenizer, for example, raises TypeError
+            # for half of a surrogate pair.
             refused = RefusedError(f"The request cannot be read: {error}", "messages")
             self.refuse(refused)
             raise refused from error
-        except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
-            raise
         finally:
             self._pending.discard(task)
             self._idle_since = time.monotonic()
@@ -219,7 +218,7 @@ class Session:
             for turn in self._chat
             if turn.tools == tools and list(known[: len(turn.messages)]) == turn.messages
         ]
-        # Of equal texts, the last turn.
+        # Several turns may have equal messages: continue the last.
         turn = max(reversed(before), key=lambda turn: len(turn.messages), default=None)
         if turn is None:
             return self._renderer.render(messages, tools)
@@ -261,7 +260,12 @@ class Session:
                 is_limit=True,
             )
         most = left if request.max_tokens is None else min(left, request.max_tokens)
-        turn = await client.generate(context, max_tokens=most, stop_token_ids=[*stops])
+        try:
+            turn = await client.generate(context, max_tokens=most, stop_token_ids=[*stops])
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
         token_ids = turn.token_ids.tolist()
         stop = stops.get(token_ids[-1]) if token_ids else None
         shown = token_ids if stop is None else token_ids[:-1]

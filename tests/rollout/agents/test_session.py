@@ -17,6 +17,7 @@ from megatron_dppo.rl.sequences import find_sequence_error, split_sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.agents.endpoint import Endpoint
 from megatron_dppo.rollout.agents.function import _make_stop_finder
+from megatron_dppo.rollout.agents.requests import RefusedError
 from megatron_dppo.rollout.agents.session import AgentLimits, Session
 from megatron_dppo.rollout.conversation import ConversationFunction
 from megatron_dppo.rollout.engine import Sampling
@@ -288,6 +289,23 @@ def test_a_request_that_is_not_served_fails_the_rollout(begin: Any, more: Any, w
     assert completion.score is not None and completion.score.failure == "error"
     assert "requested what is not served" in completion.score.traceback
     assert len(completion.token_ids) == 0
+
+
+def test_half_a_surrogate_pair_fails_the_rollout_and_not_the_run(begin: Any) -> None:
+    """The tokenizer raises TypeError. The openai package cannot send such a text, other clients
+    can."""
+    rollout = begin()
+    body = {"messages": [{"role": "user", "content": "\ud800"}]}
+
+    async def run() -> Completion:
+        async with rollout.open() as (session, _):
+            with pytest.raises(RefusedError, match="The request cannot be read"):
+                await session.answer(Session.complete_chat, body)
+            assert not session.failed.done()
+        return session.build_completion(None)
+
+    score = asyncio.run(run()).score
+    assert score is not None and "cannot be read" in score.traceback
 
 
 def test_routes_and_keys_that_are_unknown(begin: Any) -> None:
