@@ -6,7 +6,7 @@ Without a later piece, the estimate of a kept piece does not change, so that the
 is unbiased.
 
 - At each stage of a training run whole windows are rolled out, and the gradient of each piece is
-  computed, as in ``efficiency.py``. Variance, seconds and E are those of ``efficiency.py``.
+  computed. ``efficiency.py`` defines variance, seconds and E.
 - **cuts**: Neyman's probabilities for pieces of norm |A|·c·√Σ(1−p_t)², with the prompt's tokens as
   a cost of the first piece. Pieces that would be kept with a larger probability than an earlier
   piece are pooled with the earlier piece.
@@ -24,24 +24,29 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from efficiency import Costs, Step, costs_of, timed_steps, variance, with_interval
 from estimator import Window
-from harness import arguments, finish
+from harness import finish
 from real_gradients import count_piece_tokens, norm
-from training_stages import TASKS, Stage, compute_unit_gram, roll_out_window, training_stages
+from training_stages import (
+    TASKS,
+    Stage,
+    compute_unit_gram,
+    draw_windows,
+    roll_out_window,
+    stage_arguments,
+    visit_stages,
+)
 
 from megatron_dppo.rl.pruning.sampling import GRID, allocate_proportional
-from megatron_dppo.rl.types import Floats
+from megatron_dppo.rl.types import Bools, Floats, Ints
 from megatron_dppo.train import Trainer
 
 PIECES = 6
@@ -78,7 +83,7 @@ class Pieces:
         squares = np.add.reduceat(self.score.ravel() ** 2, starts)
         costs = np.add.reduceat(self.cost.ravel(), starts)
         budget = share * costs.sum()
-        # A block without tokens is at the end of a response, and costs nothing.
+        # The last block of a short response may have no tokens, and the cost must be positive.
         allocated = allocate_proportional(
             np.sqrt(squares), np.maximum(costs, 1e-9), budget, 1.0 / MAX_WEIGHT
         )
@@ -122,7 +127,7 @@ def pool_pieces(squares: Floats, costs: Floats) -> list[int]:
     return [pool[0] for pool in pools]
 
 
-def draw_cuts(inclusion: Floats, offset: float) -> Any:
+def draw_cuts(inclusion: Floats, offset: float) -> Bools:
     """Draw pieces systematically: [m, P], True for kept pieces.
 
     The first pieces' probabilities lie end to end. A completion with an offset, offset + 1, … in
@@ -132,16 +137,20 @@ def draw_cuts(inclusion: Floats, offset: float) -> Any:
     first = np.rint(inclusion[:, 0] * GRID).astype(np.int64)
     starts = np.array([0, *accumulate(first.tolist())][:-1])
     distance = (int(offset * GRID) - starts) % GRID / GRID
-    return distance[:, None] < inclusion
+    kept: Bools = distance[:, None] < inclusion
+    return kept
 
 
-def measure_pieces(trainer: Trainer, prompt_ids: Any, seeds: int, stride: int) -> Pieces:
+def measure_pieces(
+    trainer: Trainer, name: str, prompt_ids: Ints, seeds: int, stride: int
+) -> Pieces:
+    """Roll out a window, and compute the gradient of each piece; see :func:`measure`."""
     rollouts = roll_out_window(trainer, prompt_ids, seeds)
     metadata = rollouts.metadata
     count = metadata.rewards.size
     products = compute_unit_gram(trainer, rollouts, stride, PIECES)
     whole = products.reshape(count, PIECES, count, PIECES).sum(axis=(1, 3))
-    window = Window(Stage("", trainer.step, metadata, whole), trainer.config.loss.name)
+    window = Window(Stage(name, trainer.step, metadata, whole), trainer.config.loss.name)
     advantage = window.advantage.ravel()
     squares = []
     for row in range(len(metadata.prompt_ids)):
@@ -168,12 +177,9 @@ def measure_pieces(trainer: Trainer, prompt_ids: Any, seeds: int, stride: int) -
 
 def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
     """Measure both ways at a stage."""
-    size = trainer.config.rollout.prompts_per_step
-    rng = np.random.default_rng(0)
-    chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
     steps: dict[str, list[Step]] = {}
-    for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
-        pieces = measure_pieces(trainer, prompt_ids, 1 + number, TASKS[options.task].stride)
+    for number, prompt_ids in enumerate(draw_windows(trainer, options.windows)):
+        pieces = measure_pieces(trainer, name, prompt_ids, 1 + number, TASKS[options.task].stride)
         for way, is_cut in (("whole", False), ("cuts", True)):
             auto = pieces.find_efficient_share(is_cut)
             shares = {"auto": auto} | {str(share): share for share in SHARES}
@@ -181,7 +187,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
                 steps.setdefault(f"{way} {key}", []).append(
                     pieces.step(share, is_cut, options.draws)
                 )
-        print(f"{name}: window {number + 1} of {len(chosen)}", file=sys.stderr, flush=True)
+        print(f"{name}: window {number + 1} of {options.windows}", file=sys.stderr, flush=True)
     at = trainer.step
     return {"stage": name, "step": at, "steps": steps, "timed": timed_steps(trainer, 8)}
 
@@ -228,22 +234,8 @@ def judge(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(
-        __doc__,
-        prompts=(64, "of a window"),
-        samples=(8, "completions per prompt"),
-        steps=(150, "most steps of training until the late stage is measured"),
-        windows=(10, "of each stage"),
-        draws=(200, "of each arm on each window"),
-    )
-    parser.add_argument("--task", choices=list(TASKS), default="sums")
-    parser.add_argument("settings", nargs="*", help="more settings of the training")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = options.prompts, options.samples, options.steps, Path(folder)
-        visit = partial(visited, options=options)
-        visits = list(training_stages(TASKS[options.task], *sizes, options.settings, visit))
+    options = stage_arguments(__doc__).parse_args()
+    visits = visit_stages(options, partial(visited, options=options))
     costs = costs_of([row for each in visits for row in each["timed"]])
     stages = [
         {"stage": each["stage"], "step": each["step"], **judge(each["steps"], costs)}

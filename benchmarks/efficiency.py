@@ -31,21 +31,18 @@ import dataclasses
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from arms import UNPRUNED, neyman, pruning, threshold
 from estimator import Window
-from harness import arguments, finish, mean_and_reach
+from harness import finish, mean_and_reach
 from real_gradients import norm
-from training_stages import TASKS, Stage, measure, training_stages
+from training_stages import TASKS, Stage, draw_windows, measure, stage_arguments, visit_stages
 
 from megatron_dppo.config import Config, replace
 from megatron_dppo.rl.objectives import resolve_objective
@@ -345,14 +342,6 @@ class Visit:
 
 def visited(trainer: Trainer, name: str, options: Any) -> Visit:
     """Measure all arms at a stage."""
-    size = trainer.config.rollout.prompts_per_step
-    rng = np.random.default_rng(0)
-    chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
-    if len(chosen) < options.windows:
-        raise SystemExit(
-            f"--windows {options.windows} of {size} prompts are more than the pool's "
-            f"{len(trainer.pool)}"
-        )
     arms = PAPER if options.paper else ARMS
     configs = {each: configured(trainer, *settings) for each, settings in arms.items()}
     for prompts, completions in () if options.paper else itertools.product(*KEEPS):
@@ -361,7 +350,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> Visit:
     steps: dict[str, list[Step]] = {}
     right = []
     live = []
-    for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
+    for number, prompt_ids in enumerate(draw_windows(trainer, options.windows)):
         seeds = 1 + number * (options.further + 1)
         stage = measure(trainer, name, prompt_ids, seeds, TASKS[options.task].stride)
         window = Window(stage, trainer.config.loss.name)
@@ -370,7 +359,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> Visit:
         live.append(float((np.ptp(rewards, axis=1) > 0.0).mean()))
         for each, way in ways(trainer, stage, configs, seeds + 1, options.further):
             steps.setdefault(each, []).append(way.step(window, options.draws))
-        print(f"{name}: window {number + 1} of {len(chosen)}", file=sys.stderr, flush=True)
+        print(f"{name}: window {number + 1} of {options.windows}", file=sys.stderr, flush=True)
     return Visit(
         name=name,
         # Read before the timed steps, which train on.
@@ -427,12 +416,8 @@ def ways(
 
 
 def main() -> None:
-    parser = arguments(
+    parser = stage_arguments(
         __doc__,
-        prompts=(64, "of a window"),
-        samples=(8, "completions per prompt"),
-        steps=(150, "most steps of training until the late stage is measured"),
-        windows=(10, "of each stage"),
         draws=(60, "of each arm on each window"),
         repeats=(8, "of the timed steps of each size"),
         further=(
@@ -444,14 +429,8 @@ def main() -> None:
     parser.add_argument(
         "--paper", action="store_true", help="the methods of paper_table.py, without a bound"
     )
-    parser.add_argument("--task", choices=list(TASKS), default="sums")
-    parser.add_argument("settings", nargs="*", help="more settings of the training")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = options.prompts, options.samples, options.steps, Path(folder)
-        visit = partial(visited, options=options)
-        visits = list(training_stages(TASKS[options.task], *sizes, options.settings, visit))
+    visits = visit_stages(options, partial(visited, options=options))
     costs = costs_of([row for each in visits for row in each.timed])
     finish({"task": options.task, "stages": [each.figures(costs) for each in visits]}, options)
 

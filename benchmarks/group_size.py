@@ -20,11 +20,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,14 +38,15 @@ from efficiency import (
     with_interval,
 )
 from estimator import Window
-from harness import arguments, finish
+from harness import finish
 from real_gradients import gram, norm
 from training_stages import (
     TASKS,
     Stage,
     compute_unit_gradients,
     roll_out_window,
-    training_stages,
+    stage_arguments,
+    visit_stages,
 )
 
 from megatron_dppo.api import step_metadata
@@ -104,7 +103,7 @@ def regrouped(stage: Stage, size: int) -> Stage:
     return dataclasses.replace(stage, metadata=metadata)
 
 
-def step_of(window: Window, trainer: Trainer, settings: Sequence[str], draws: int) -> Step:
+def measure_step(window: Window, trainer: Trainer, settings: Sequence[str], draws: int) -> Step:
     groups, size = window.metadata.rewards.shape
     single = np.where(np.repeat(np.eye(groups, dtype=bool), size, axis=1), window.full, 0.0)
     squares = float((norm(window.gram, single) ** 2).sum())
@@ -131,7 +130,7 @@ def measured(trainer: Trainer, name: str, options: Any) -> Measurement:
             scales = torch.from_numpy((window.full * window.advantage.ravel())[live])
             totals.setdefault(size, []).append(scales.to(rows.dtype) @ rows)
             for arm, settings in ARMS.items():
-                step = step_of(window, trainer, settings, options.draws)
+                step = measure_step(window, trainer, settings, options.draws)
                 steps.setdefault((arm, size), []).append(step)
         print(f"{name}: window {number + 1} of {options.windows}", file=sys.stderr, flush=True)
     return Measurement(steps, {size: gram(torch.stack(own)) for size, own in totals.items()})
@@ -178,30 +177,16 @@ def judged(found: Measurement, costs: Costs) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = arguments(
+    parser = stage_arguments(
         __doc__,
         prompts=(32, "of a window"),
-        steps=(150, "most steps of training until the late stage is measured"),
+        samples=None,
         windows=(100, "of each stage"),
         draws=(30, "of each arm on each window"),
     )
-    parser.add_argument("--task", choices=TASKS, default="sums")
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of the run")
+    parser.set_defaults(samples=LARGEST)
     options = parser.parse_args()
-    stages = []
-    with tempfile.TemporaryDirectory() as folder:
-        found = training_stages(
-            TASKS[options.task],
-            options.prompts,
-            LARGEST,
-            options.steps,
-            Path(folder),
-            options.settings,
-            partial(visited, options=options),
-        )
-        for stage in found:
-            print(stage, file=sys.stderr, flush=True)
-            stages.append(stage)
+    stages = visit_stages(options, partial(visited, options=options))
     finish({"task": options.task, "prompts": options.prompts, "stages": stages}, options)
 
 

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +39,8 @@ from efficiency import (
     with_interval,
 )
 from estimator import Window
-from harness import arguments, finish, mean_and_reach
-from training_stages import TASKS, measure, training_stages
+from harness import finish, mean_and_reach
+from training_stages import TASKS, draw_windows, measure, stage_arguments, visit_stages
 
 from megatron_dppo.models.responses import Responses
 from megatron_dppo.rl.objectives import resolve_objective
@@ -162,13 +160,10 @@ class Companion:
 
 def visited(trainer: Trainer, name: str, options: Any, companions: list[Companion]) -> Any:
     """Measure the arms under both predictors at a stage."""
-    size = trainer.config.rollout.prompts_per_step
     companion = companions[0]
-    rng = np.random.default_rng(0)
-    chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
     histories = {"usual": trainer.sampler.history, "entropy": companion.forecast}
     steps: dict[tuple[str, str], list[Step]] = {}
-    for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
+    for number, prompt_ids in enumerate(draw_windows(trainer, options.windows)):
         stride = TASKS[options.task].stride
         stage = measure(trainer, name, prompt_ids, 1 + number, stride)
         window = Window(stage, trainer.config.loss.name)
@@ -178,7 +173,7 @@ def visited(trainer: Trainer, name: str, options: Any, companions: list[Companio
                 way = Way(configured(trainer, *settings), history, stage.metadata)
                 step = way.step(window, options.draws)
                 steps.setdefault((arm, key), []).append(step)
-        print(f"{name}: window {number + 1} of {len(chosen)}", file=sys.stderr, flush=True)
+        print(f"{name}: window {number + 1} of {options.windows}", file=sys.stderr, flush=True)
     return {"stage": name, "step": trainer.step, "steps": steps, "timed": timed_steps(trainer, 8)}
 
 
@@ -213,30 +208,13 @@ def judge(steps: dict[tuple[str, str], list[Step]], costs: Costs) -> dict[str, A
 
 
 def main() -> None:
-    parser = arguments(
-        __doc__,
-        prompts=(64, "of a window"),
-        samples=(8, "completions per prompt"),
-        steps=(150, "most steps of training until the late stage is measured"),
-        windows=(10, "of each stage"),
-        draws=(200, "of each arm on each window"),
-    )
-    parser.add_argument("--task", choices=list(TASKS), default="word_problems")
-    parser.add_argument("settings", nargs="*", help="more settings of the training")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = stage_arguments(__doc__).parse_args()
     companions: list[Companion] = []
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = options.prompts, options.samples, options.steps, Path(folder)
-        visit = partial(visited, options=options, companions=companions)
-        stages = training_stages(
-            TASKS[options.task],
-            *sizes,
-            options.settings,
-            visit,
-            lambda trainer: companions.append(Companion(trainer)),
-        )
-        visits = list(stages)
+    visits = visit_stages(
+        options,
+        partial(visited, options=options, companions=companions),
+        lambda trainer: companions.append(Companion(trainer)),
+    )
     costs = costs_of([row for each in visits for row in each["timed"]])
     found = {
         "task": options.task,

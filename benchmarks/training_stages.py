@@ -3,16 +3,18 @@ every completion of a window."""
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from harness import arguments
 from real_gradients import count_piece_tokens, gradients, gram, single_packs
 from word_problems import Prepared, prepared
 
@@ -137,6 +139,64 @@ class Stage:
         """Norms of the gradients of Σ_t log p_t, [N, G]."""
         norms: Floats = np.sqrt(np.diag(self.unit_gram)).reshape(self.metadata.rewards.shape)
         return norms
+
+
+def stage_arguments(description: str | None, **more: Any) -> argparse.ArgumentParser:
+    """Return a parser of arguments for :func:`visit_stages`.
+
+    Args:
+        description: docstring of the script.
+        more: further arguments, or other defaults, as for :func:`arguments`; None: no argument.
+    """
+    usual = {
+        "prompts": (64, "of a window"),
+        "samples": (8, "completions per prompt"),
+        "steps": (150, "most steps of training until the late stage is measured"),
+        "windows": (10, "of each stage"),
+        "draws": (200, "of each arm on each window"),
+    }
+    given = {name: value for name, value in (usual | more).items() if value is not None}
+    parser = arguments(description, **given)
+    parser.add_argument("--task", choices=list(TASKS), default="sums")
+    parser.add_argument("settings", nargs="*", help="more settings of the training")
+    return parser
+
+
+def visit_stages(
+    options: argparse.Namespace,
+    visit: Callable[[Trainer, str], T],
+    prepare: Callable[[Trainer], None] = lambda trainer: None,
+) -> list[T]:
+    """Return the results of :func:`training_stages`, in a temporary folder."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        stages = training_stages(
+            TASKS[options.task],
+            options.prompts,
+            options.samples,
+            options.steps,
+            Path(folder),
+            options.settings,
+            visit,
+            prepare,
+        )
+        return list(stages)
+
+
+def draw_windows(trainer: Trainer, count: int) -> Iterator[Ints]:
+    """Yield the prompts of windows without a common prompt.
+
+    Raises:
+        SystemExit: the pool has fewer prompts.
+    """
+    size = trainer.config.rollout.prompts_per_step
+    if count * size > len(trainer.pool):
+        raise SystemExit(
+            f"--windows {count} of {size} prompts are more than the pool's {len(trainer.pool)}"
+        )
+    order = np.random.default_rng(0).permutation(len(trainer.pool))
+    for number in range(count):
+        yield np.sort(order[number * size : (number + 1) * size])
 
 
 def training_stages(
