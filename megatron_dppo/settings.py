@@ -233,7 +233,7 @@ def translate_renamed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tupl
 
 
 def describe_renamed(file: str | Path, names: Iterable[str]) -> str:
-    """Return the line that tells which old names a run's file has."""
+    """Return a note on the old names in a run's file."""
     return f"{file}: {', '.join(f'{old} is now {RENAMED[old]}' for old in names)}"
 
 

@@ -342,7 +342,7 @@ class RolloutConfig(Section):
     beyond them is refused, and the completion counts as truncated."""
     agent_timeout_s: Seconds = 300.0
     """Longest time of an agent without a pending request, in seconds. Past this limit the agent's
-    processes are killed, and the group leaves the step like one whose scoring timed out."""
+    processes are killed, and the rollout counts in reward/timeouts."""
     roles: tuple[str, ...] = ()
     """Roles of the policy in rollout.conversation, such as ``[solver, critic]``. Each turn of the
     policy names a role, and reward.function gives each role a reward with a separate baseline.

@@ -121,7 +121,7 @@ class Completion:
     sampling_mask: SamplingMask | None = None
     """Mask of L tokens; None: log-probabilities are of the whole vocabulary."""
     score: Score | None = None
-    """Of an agent that scores its rollout, or has failed; None: ``reward.function`` scores."""
+    """Score by an agent, or the failure of an agent; None: ``reward.function`` scores."""
 
     @property
     def oldest_version(self) -> int:

@@ -55,7 +55,7 @@ def check_rollout_function(config: Config) -> None:
     """Check the function of :func:`load_rollout_function`.
 
     Raises:
-        UserError: as :func:`load_rollout_function`.
+        UserError: the function is unusable.
     """
     if function := load_rollout_function(config):
         asyncio.run(function.close())

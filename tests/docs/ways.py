@@ -134,8 +134,8 @@ NOWHERE = (
     r"bash scripts/figures\.sh .*",
     r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*",
     r"SLIME=\S+ MILES=\S+ python -m pytest tests/integrations/test_slime\.py",
-    r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*|(headers|export "
-    r"CPATH)=.*",
+    r"pip install (torch==|build|\"megatron-dppo|--no-build-isolation \"transformer-engine).*",
+    r"(headers|export CPATH)=.*",
     r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*",
     r"megatron-dppo (sft|train) configs/quickstart\.yaml model\.path=runs/qwen3_5/.*",
     r"megatron-dppo export .* --push .*",
