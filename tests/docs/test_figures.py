@@ -39,19 +39,13 @@ CURVES, BESIDE_TRL, EQUAL_NOISE = (figures["runs"] for figures in read_figures("
 
 
 def describe_efficiency() -> list[tuple[str, str]]:
-    claims = []
-    for task in ("sums", "word_problems"):
-        early, middle, late = (f"{stage['default_efficiency']:.2f}" for stage in STAGES[task])
-        claims.append((ADVICE, f"{early}, {middle} and {late} times"))
-    early, late = (f"{stage['default_efficiency']:.2f}" for stage in STAGES["smollm2_steps"])
-    claims.append((ADVICE, f"{early} and {late} times"))
     stages = [stage for task in STAGES.values() for stage in task]
     of_best = sorted(stage["default_over_bound"] for stage in stages)
-    claims.append((MEASURED, f"{of_best[0]:.2f} to {of_best[-1]:.2f} of the best draw found"))
+    claims = [(MEASURED, f"{of_best[0]:.2f} to {of_best[-1]:.2f} of the best draw found")]
     efficiency = sorted(stage["default_efficiency"] for stage in stages)
     span = f"{efficiency[0]:.2f} to {efficiency[-1]:.2f} times"
-    claims += [(README, f"[{span}]"), (INDEX, f"[{span}]"), (MEASURED, f"{span} faster")]
-    return claims
+    linked = [(page, f"[{span}]") for page in (README, INDEX, ADVICE)]
+    return [*claims, *linked, (MEASURED, f"{span} faster")]
 
 
 def describe_picture() -> tuple[str, str]:
