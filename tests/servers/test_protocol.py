@@ -183,10 +183,6 @@ def test_logprobs_are_those_of_the_scaled_distribution(
         assert result.versions == (("1", len(result.token_ids)),)
 
 
-@pytest.mark.xfail(
-    reason="SGLang 0.5.23 on a CPU: the sampling backend did not return captured sampling support",
-    strict=True,
-)
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_are_those_of_the_kept_ids(
     serve: Callable[..., Served], old: Weights, temperature: float

@@ -122,6 +122,13 @@ def test_weights_arrive_by_disk_and_from_two_stages(
     assert [*run.folder.glob("sync/*")] == []
 
 
+def test_kept_ids_of_a_server_are_replayed(
+    train: Train, pair: tuple[RealServer, ...], served_policy: Path
+) -> None:
+    run = train(served_policy, "rollout.top_k=12", "rollout.top_p=0.5", "run.steps=2", servers=pair)
+    check_agreement(run.finish()[1:], 2)
+
+
 def test_a_killed_run_resumes_its_pending_batches(
     train: Train, pair: tuple[RealServer, ...], served_policy: Path
 ) -> None:

@@ -113,12 +113,14 @@ class SglangClient(ServerClient):
             body["return_sampling_mask"] = True
         if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
+        own: list[dict[str, int]] = [{}] * sampling.samples
         if await self._is_deterministic():
             # A shared seed would repeat the same sample.
+            own = [{"sampling_seed": sampling.seed + i} for i in range(sampling.samples)]
+        if own[0] or sampling.sampling_mask:
+            # For n > 1, SGLang 0.5.23 answers that the kept ids were not captured.
             body["input_ids"] = [list(token_ids)] * sampling.samples
-            body["sampling_params"] = [
-                parameters | {"sampling_seed": sampling.seed + i} for i in range(sampling.samples)
-            ]
+            body["sampling_params"] = [parameters | each for each in own]
         else:
             body |= {
                 "input_ids": list(token_ids),
