@@ -1,7 +1,8 @@
 """Pruning in slime and miles.
 
 With a checkout in ``SLIME`` or ``MILES``, their own code runs; the commits that were run are in
-``slime_contract.json``. Without, the plug-in meets stand-ins that have the recorded names alone.
+``slime_contract.json``; ``pip install ray httpx`` is required. Without a checkout, the plug-in meets
+stand-ins that have the recorded names alone.
 """
 
 from __future__ import annotations

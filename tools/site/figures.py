@@ -94,21 +94,9 @@ EARLIER = (
         "packs that repeat the prompt",
     ),
     Figure(
-        "the same without a shared prompt, relative time",
-        "prefixes.py",
-        "{relative_time_without_prefix}",
-        "packs that repeat the prompt",
-    ),
-    Figure(
         "guesses of 4 tokens, 8 rows, times faster",
         "local_rollout.py --policy",
         "{times_faster[rows_8]}",
-        "no guesses",
-    ),
-    Figure(
-        "… 128 rows, times faster",
-        "local_rollout.py --policy",
-        "{times_faster[rows_128]}",
         "no guesses",
     ),
     Figure(
@@ -117,17 +105,10 @@ EARLIER = (
         "{seconds[first]}",
         "{seconds[rows_64]}, on 64 rows",
     ),
-    Figure("… again, seconds", "loading.py", "{seconds[again]}", "{seconds[rows_64]}, on 64 rows"),
     Figure(
         "adapters of rank 16, memory of training state, relative",
         "lora.py",
         "{relative_memory}",
-        "all weights trained",
-    ),
-    Figure(
-        "adapters of rank 16, time of an update, relative",
-        "lora.py",
-        "{relative_time}",
         "all weights trained",
     ),
     Figure(
@@ -148,20 +129,8 @@ EARLIER = (
         "`generate` of transformers",
     ),
     Figure(
-        "tokens per second of the local engine, times as many",
-        "local_rollout.py",
-        "{tokens_per_second_over_generate:.1f}",
-        "`generate` of transformers",
-    ),
-    Figure(
         "weight stream, TP 2 × PP 2 to one consumer, relative time",
         "weight_stream.py",
-        "{seconds_over_bare:.2f}",
-        "a bare gather and broadcast by gloo",
-    ),
-    Figure(
-        "weight stream, 64 experts of 30B-A3B's size, EP 2, relative time",
-        "weight_stream.py --experts 64",
         "{seconds_over_bare:.2f}",
         "a bare gather and broadcast by gloo",
     ),
@@ -197,8 +166,16 @@ EFFICIENCY = {
     "SmolLM2": SMOLLM2,
 }
 """Recorded command of each task."""
-NOT_SHOWN = re.compile(r"auto, weights to (5|20)$|tokens 0\.3, weights to 10, floor|0\.7 alone$")
-"""Arms of ``efficiency.py`` that only its results have."""
+NOT_SHOWN = {
+    "efficiency": re.compile(
+        r"auto, weights to (5|20)$|tokens 0\.3, weights to 10, floor|0\.7 alone$|a quarter$"
+        r"|prompts 0\.(85|7|5), tokens 0\.|tokens 0\.5 alone"
+    ),
+    "errors": re.compile("neyman, (head|advantage)|threshold_deterministic"),
+    "times": re.compile(r"prompts 0\.7|64 prompts$"),
+    "weaknesses": re.compile(r"r 0\.[37] /"),
+}
+"""Arms that only the stored results have, by table."""
 
 
 def load_figures() -> dict[str, dict[str, Any]]:
@@ -235,7 +212,7 @@ def render_efficiency() -> Iterator[str]:
         "groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages.values())
     )
     for name in next(iter(stages.values()))["arms"]:
-        if name != "unpruned" and not NOT_SHOWN.search(name):
+        if name != "unpruned" and not NOT_SHOWN["efficiency"].search(name):
             arms = [stage["arms"][name] for stage in stages.values()]
             yield _format_row(_format_arm(name), (f"{arm['efficiency']:.2f}" for arm in arms))
             if name == DEFAULT:
@@ -309,6 +286,8 @@ def render_errors() -> Iterator[str]:
     yield _format_row("rule", (f"{stage}, {budget}" for stage, budget in cells))
     yield "|---" * (len(cells) + 1) + "|"
     for rule in dict.fromkeys(row["rule"] for row in rows):
+        if NOT_SHOWN["errors"].search(rule):
+            continue
         yield _format_row(
             rule, (_format_error(found[rule, stage, budget]) for stage, budget in cells)
         )
@@ -402,6 +381,8 @@ def render_times() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     arms = sorted(sums["arms"], key=lambda name: sums["arms"][name]["seconds"])
     for name in dict.fromkeys([*arms, *words["arms"]]):
+        if NOT_SHOWN["times"].search(name):
+            continue
         yield _format_row(name, (_format_time(found["arms"].get(name)) for found in (sums, words)))
 
 
@@ -462,7 +443,7 @@ def render_weaknesses() -> Iterator[str]:
     yield _format_row("arm", columns)
     yield "|---" * (len(columns) + 1) + "|"
     for name in sparse[0]["arms"]:
-        if name != "unpruned":
+        if name != "unpruned" and not NOT_SHOWN["weaknesses"].search(name):
             found = (stage["arms"][name]["efficiency"] for stage in columns.values())
             yield _format_row(_format_arm(name), (f"{each:.2f}" for each in found))
 
