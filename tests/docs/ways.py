@@ -261,6 +261,11 @@ WAYS = (
         "reward.overlong_buffer=31 --steps 6",
     ),
     Way(
+        r"megatron-dppo eval configs/qwen3_0\.6b_1gpu\.yaml --model models/Qwen3-0\.6B .*",
+        replace={"--model models/Qwen3-0.6B": "--model runs/quickstart/warm"},
+        append=f"{EVALUATED} {HERE}",
+    ),
+    Way(
         r"megatron-dppo eval configs/qwen3_4b_math\.yaml --model runs/qwen3_4b_math .*",
         replace={"--model runs/qwen3_4b_math": "--model runs/quickstart/warm"},
         append=f"{EVALUATED} {HERE}",

@@ -49,12 +49,6 @@ MEASURED = (
         "{packers[ffd][imbalance]:.3f}, first-fit decreasing",
     ),
     Figure(
-        "planning time of packs, times faster",
-        "packing.py",
-        "{kk_seconds_over_ours:.1f}",
-        "Karmarkar-Karp, whose packs are as full",
-    ),
-    Figure(
         "peak memory of head and loss, 8,192 tokens × 151,936, MiB",
         "policy_head.py --hidden 64",
         "{peak_mib:.0f}",
@@ -65,12 +59,6 @@ MEASURED = (
         "convert.py",
         "{to_megatron_seconds:.1f}",
         "{cp_of_the_model_seconds:.1f}, `cp -r`",
-    ),
-    Figure(
-        "… and back, seconds",
-        "convert.py",
-        "{to_hf_seconds:.1f}",
-        "{cp_of_the_checkpoint_seconds:.1f}, `cp -r`",
     ),
     Figure(
         "right answers refused, of 5,000 in other spellings",
