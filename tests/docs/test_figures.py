@@ -130,16 +130,12 @@ def describe_p2_law() -> list[tuple[str, str]]:
         for name, error in figures.items()
         if name.startswith("error_")
     }
-    smaller = [errors[f"curve_{number}"] for number in range(6)]
     rows = {
-        "none: error on all points": f"{errors['all_seen']:.2f}",
         "largest removed fraction": f"{errors['largest_rate']:.2f}",
         "last half of the tokens": f"{errors['last_half_of_tokens']:.2f}",
-        "one of six recoveries of smaller policies": f"{min(smaller):.2f} to {max(smaller):.2f}",
         "the only recovery of the largest policy": f"{errors['curve_6']:.2f}",
     }
-    below = f"{figures['points_below_L0']} of the {figures['points']} losses are below"
-    return [(COMPRESS, below), *((COMPRESS, f"| {name} | {row} |") for name, row in rows.items())]
+    return [(COMPRESS, f"| {name} | {row} |") for name, row in rows.items()]
 
 
 def join(texts: list[str]) -> str:
