@@ -118,6 +118,8 @@ def read_request(body: Any, sampling: Mapping[str, Sequence[object]]) -> TurnReq
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise RefusedError("stop is neither a text nor a list of texts.", "stop")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RefusedError("stream_options is no object.", "stream_options")
     return TurnRequest(min(given, default=None), stops)
 
 

@@ -264,6 +264,7 @@ def test_texts_and_token_ids_are_continued(begin: Any) -> None:
         ({"stop": "ab"}, "The stop text 'ab' is not always a single token"),
         ({"max_tokens": 0}, "max_tokens is no whole number"),
         ({"model": "gpt"}, "There is no model 'gpt'"),
+        ({"stream_options": "usage"}, "stream_options is no object"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "other content than text",
