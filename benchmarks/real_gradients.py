@@ -21,8 +21,8 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Floats, Group, Ints, MinibatchPlan, Pack
 
-BLOCK = 1 << 16
-"""Parameters per block of products, in fp64."""
+BLOCK, TILE = 1 << 14, 256
+"""Parameters and rows per block of products."""
 
 
 def single_packs(
@@ -100,11 +100,18 @@ def gradients(actor: Actor, packs: Sequence[Pack], loss: Loss, stride: int = 1) 
 
 
 def gram(rows: torch.Tensor) -> Floats:
-    """Return K = G Gᵀ of gradients [n, parameters]: [n, n], fp64."""
+    """Return K = G Gᵀ of gradients [n, parameters], fp32: [n, n], fp64.
+
+    Products of ``BLOCK`` parameters are fp32, their sums fp64.
+    """
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for block in rows.split(BLOCK, dim=1):
-        total += block.double() @ block.double().T
-    return total.numpy()
+        for start in range(0, len(rows), TILE):
+            end = start + TILE
+            total[start:end, :end] += block[start:end] @ block[:end].T
+    # Above the diagonal, only the tiles on it were computed.
+    below = total.tril(-1)
+    return (total.tril() + below.T).numpy()
 
 
 def norm(gram: Floats, scales: Floats) -> Floats:
