@@ -394,7 +394,7 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
     stages = figures[efficiency]["figures"]["stages"] if efficiency in figures else []
     yield (
         "| method | the paper | times faster | accuracy [%] | minus GRPO | other kind [%] | "
-        "tokens generated/trained | variance by pruning | E |"
+        "tokens generated/trained, over GRPO's | variance | E, early/middle/late |"
     )
     yield "|---" * 9 + "|"
     for name, arm in found["arms"].items():
