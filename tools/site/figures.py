@@ -82,18 +82,6 @@ EARLIER = (
         "packs that repeat the prompt",
     ),
     Figure(
-        "guesses of 4 tokens, 8 rows, times faster",
-        "local_rollout.py --policy",
-        "{times_faster[rows_8]}",
-        "no guesses",
-    ),
-    Figure(
-        "a step on 1,000,000 rows at TP 2, first time, seconds",
-        "loading.py",
-        "{seconds[first]}",
-        "{seconds[rows_64]}, on 64 rows",
-    ),
-    Figure(
         "adapters of rank 16, memory of training state, relative",
         "lora.py",
         "{relative_memory}",
@@ -109,12 +97,6 @@ EARLIER = (
         "real_model.py",
         "{train_over_transformers}",
         "transformers, padded in batches of 8",
-    ),
-    Figure(
-        "SmolLM2's generation on one thread, times faster",
-        "real_model.py",
-        "{rollout_over_generate}",
-        "`generate` of transformers",
     ),
     Figure(
         "weight stream, TP 2 × PP 2 to one consumer, relative time",
