@@ -113,14 +113,14 @@ class SglangClient(ServerClient):
             body["return_sampling_mask"] = True
         if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
-        own: list[dict[str, int]] = [{}] * sampling.samples
-        if await self._is_deterministic():
-            # A shared seed would repeat the same sample.
-            own = [{"sampling_seed": sampling.seed + i} for i in range(sampling.samples)]
-        if own[0] or sampling.sampling_mask:
-            # For n > 1, SGLang 0.5.23 answers that the kept ids were not captured.
+        deterministic = await self._is_deterministic()
+        if deterministic or sampling.sampling_mask:
+            # A shared seed would repeat the same sample, and n > 1 has no kept ids (SGLang 0.5.23).
+            seeds = range(sampling.seed, sampling.seed + sampling.samples)
             body["input_ids"] = [list(token_ids)] * sampling.samples
-            body["sampling_params"] = [parameters | each for each in own]
+            body["sampling_params"] = [
+                parameters | ({"sampling_seed": seed} if deterministic else {}) for seed in seeds
+            ]
         else:
             body |= {
                 "input_ids": list(token_ids),
