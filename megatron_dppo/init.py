@@ -150,12 +150,21 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group(
         "sizes, where no --shape is given (by default a million parameters)"
     )
-    sizes.add_argument("--hidden", type=int, default=192)
-    sizes.add_argument("--layers", type=int, default=2)
-    sizes.add_argument("--heads", type=int, default=4, help="query heads")
-    sizes.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
-    sizes.add_argument("--head-dim", type=int, default=48)
-    sizes.add_argument("--ffn", type=int, default=640, help="width of the feed-forward layer")
+    sizes.add_argument("--hidden", type=int, default=192, help="hidden size (default: %(default)s)")
+    sizes.add_argument("--layers", type=int, default=2, help="(default: %(default)s)")
+    sizes.add_argument("--heads", type=int, default=4, help="query heads (default: %(default)s)")
+    sizes.add_argument(
+        "--kv-heads", type=int, default=2, help="key and value heads (default: %(default)s)"
+    )
+    sizes.add_argument(
+        "--head-dim", type=int, default=48, help="size of each head (default: %(default)s)"
+    )
+    sizes.add_argument(
+        "--ffn",
+        type=int,
+        default=640,
+        help="width of the feed-forward layer (default: %(default)s)",
+    )
     sizes.add_argument(
         "--experts", type=int, default=0, help="in every layer, of a family with experts"
     )

@@ -67,7 +67,7 @@ class Row:
                 if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"
             ]
             likely = likely or next(iter(get_close_matches(key, others, 1)), None)
-            remedy = f"Set {setting} to the right column"
+            remedy = f"Set {setting} to the right column" if columns else "Remove the row"
             if likely:
                 remedy += f", perhaps {likely!r}"
             raise self.make_error(

@@ -238,6 +238,7 @@ def compute_summary(metrics: Rows) -> dict[str, Any]:
     - Noise estimates are None if any step has no estimate, as under a biased rule.
     """
     held_out = _get_values(metrics, "eval/accuracy")
+    rewards = _get_values(metrics, "eval/reward")
     steps = [row for row in metrics if "perf/step_time" in row]
     pruned = [row for row in metrics if "prune/kept_token_fraction" in row]
     phases: dict[str, float] = {}
@@ -248,6 +249,8 @@ def compute_summary(metrics: Rows) -> dict[str, Any]:
     return {
         "accuracy_before": held_out[0] if held_out else None,
         "accuracy_after": held_out[-1] if held_out else None,
+        "reward_before": rewards[0] if rewards else None,
+        "reward_after": rewards[-1] if rewards else None,
         "seconds": _sum_values(steps, "perf/step_time") + evaluation,
         "seconds_per_step": _compute_mean(steps, "perf/step_time"),
         "kept_prompt_fraction": _compute_mean(metrics, "prune/kept_prompt_fraction"),
@@ -322,9 +325,13 @@ def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
     after = summary["accuracy_after"]
     if before is not None and after is not None:
         points = 100 * (after - before)
+        rewards = (summary.get("reward_before"), summary.get("reward_after"))
+        partial = ""
+        if None not in rewards and rewards != (before, after):
+            partial = "; reward {:.3f} before, {:.3f} after".format(*rewards)
         yield (
             f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after "
-            f"({points:+.1f} points)"
+            f"({points:+.1f} points){partial}"
         )
     if summary["seconds_per_step"] is not None:
         pace = summary["seconds_per_step"]
@@ -346,7 +353,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
     trained = summary["trained_tokens"]
     # Rolled-out tokens are trained on, pruned, or without gradient in any run.
     rolled_out = trained + pruned + summary["zero_advantage_tokens"]
-    if unseen or pruned:
+    if trained and (unseen or pruned):
         generation = unseen / (rolled_out + unseen)
         kept = trained / (trained + pruned) if trained + pruned else 1.0
         training = 1.0 - (1.0 - generation) * kept

@@ -230,6 +230,10 @@ def _list_figures(run: RunRecord, outcome: SpeedComparison | None) -> Iterator[F
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {format_number(accuracy[-1], 'share')}"
         yield "held-out accuracy", before_after, _format_certainty(run, accuracy)
+    partial = run.get_series("eval/reward")[1]
+    if len(partial) and list(partial) != list(accuracy):
+        before_after = f"{partial[0]:.3f} → {partial[-1]:.3f}"
+        yield "held-out reward", before_after, "mean score of the same answers"
     reward = Line(run.name, run.colour, *run.get_series("rollout/raw_reward"), noisy=True)
     if len(reward.y):
         drawn = f"{format_number(reward.first, 'number')} → {format_number(reward.last, 'number')}"

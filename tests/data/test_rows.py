@@ -96,6 +96,7 @@ def test_no_column_is_guessed_below_a_similarity(refuse: Refuse) -> None:
     assert error.remedy == "Set data.prompt_key to the right column"
     near = refuse([json.dumps(row | {"questions": "?"})], prompt_key="question")
     assert near.remedy.endswith("perhaps 'questions'")
+    assert refuse(["{}"], prompt_key="question").remedy == "Remove the row"
 
 
 @pytest.mark.parametrize(

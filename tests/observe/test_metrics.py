@@ -117,6 +117,14 @@ def test_rewards_name_at_most_50_metrics_of_a_run(tmp_path: Path) -> None:
     )
 
 
+def test_summary_shows_partial_rewards_beside_accuracy() -> None:
+    rows = [{"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.0}]
+    rows += [{"step": 1, "eval/accuracy": 0.0, "eval/reward": 0.125}]
+    assert "(+0.0 points); reward 0.000 before, 0.125 after" in shown(compute_summary(rows))
+    rows[1]["eval/reward"] = 0.0
+    assert "reward" not in shown(compute_summary(rows))
+
+
 def test_summary_has_the_figures_of_the_rows() -> None:
     summary = compute_summary(made_up_rows(4))
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
