@@ -62,6 +62,13 @@ COMPLETIONS = completion_rules.CompletionCandidates(
     zero_advantage=ADVANTAGE == 0.0,
 )
 """Sample for a completion rule: a group of non-zero variance, and a group of equal rewards."""
+EQUAL = replace(
+    COMPLETIONS,
+    advantage=np.zeros_like(ADVANTAGE),
+    score=np.zeros_like(ADVANTAGE),
+    zero_advantage=np.ones(ADVANTAGE.shape, bool),
+)
+"""Sample for a completion rule: equal rewards in all groups."""
 
 
 def register_functions(config: Config) -> None:
@@ -80,9 +87,9 @@ def register_functions(config: Config) -> None:
         prompt_rules.find_prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
     if (own := pruning.completions.function) is not None:
         completion_rules.register(own, wrap_function(load_function(completion_rules.FUNCTION, own)))
-        completion_rules.find_completion_rule(own).inclusion(
-            COMPLETIONS, cast("float", pruning.completions.share)
-        )
+        rule = completion_rules.find_completion_rule(own)
+        for candidates in (COMPLETIONS, EQUAL):
+            rule.inclusion(candidates, cast("float", pruning.completions.share))
 
 
 def load_engine_factory(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
@@ -224,7 +231,10 @@ def _try_out(objective: Objective) -> None:
             "has a gradient where the advantage is 0, and such completions are not trained on: "
             "it would be biased"
         )
-        remedy = "Multiply every term by tokens.advantage; for a KL term there is loss.kl_coef"
+        remedy = (
+            "Multiply every term by tokens.advantage; for a KL term there is loss.kl_coef, for "
+            "entropy loss.entropy.coef"
+        )
         raise UserError(SETTING, objective.name, problem, remedy)
 
 
@@ -234,7 +244,11 @@ def _compute_gradient(
     advantage: Tensor,
     part: slice = slice(None),
 ) -> Tensor:
-    """Return the gradient of the loss by the log-probabilities, [R]."""
+    """Return the gradient of the loss by the log-probabilities, [R].
+
+    As in a step, each completion has a weight of its own: with equal weights, the sum over a pack
+    would not change if each token had the pack's mean.
+    """
     # Roll, so that both completions have high and low ratios.
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)
     old = torch.linspace(-3.0, -1.0, len(sample))
@@ -250,5 +264,6 @@ def _compute_gradient(
         tis_cap=None,
         sample=sample[part] - sample[part][0],
     )
-    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    weights = 1.0 + 3.0 * sample[part]
+    (gradient,) = torch.autograd.grad((weights * losses).sum(), logprobs)
     return gradient

@@ -261,6 +261,13 @@ def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
         assert not estimate_advantages("own.py:centred", rewards, columns).any()
 
 
+def test_error_for_an_absent_column_names_the_columns() -> None:
+    register("own.py:absent", lambda rewards, columns: columns["reward/absent"])
+    with pytest.raises(UserError) as refused:
+        estimate_advantages("own.py:absent", np.eye(2), {"lengths": np.ones((2, 2), int)})
+    assert refused.value.remedy.startswith("The columns are lengths: reward.function returns")
+
+
 def test_masked_completions_have_no_advantage_of_an_own_estimator() -> None:
     register("own.py:ones", lambda rewards, columns: np.ones_like(rewards))
     metadata = step_metadata(1, 4, truncated=np.array([[True, False, False, True]]))

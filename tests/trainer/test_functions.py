@@ -36,6 +36,16 @@ def sequence_mean(tokens):
 def of_the_pack(tokens):
     return tokens.ratio * (tokens.advantage - tokens.advantage.mean())
 
+
+def mean_of_the_pack(tokens):
+    value = tokens.ratio * tokens.advantage
+    return value.mean().expand_as(value)
+
+
+def centred_by_the_pack(tokens):
+    value = tokens.ratio * tokens.advantage
+    return value - value.mean()
+
 def bonus(tokens):
     return tokens.ratio * tokens.advantage - 0.01 * tokens.logprobs
 
@@ -149,6 +159,8 @@ def test_means_and_sums_over_a_completion_are_accepted(name: str, own: Path) -> 
     ("name", "problem"),
     [
         ("of_the_pack", "where another one is in the same pack"),
+        ("mean_of_the_pack", "where another one is in the same pack"),
+        ("centred_by_the_pack", "where another one is in the same pack"),
         ("bonus", "has a gradient where the advantage is 0"),
         ("total", r"it returned \[\] for 8 tokens"),
         ("constant", "does not require grad"),
@@ -219,6 +231,16 @@ def objective(tokens):
     fork()
     return tokens.ratio * tokens.advantage
 """
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_rule_must_withstand_equal_rewards_in_all_groups(tmp_path: Path) -> None:
+    (file := tmp_path / "own.py").write_text(
+        "def rule(candidates, keep):\n    return keep * candidates.score / candidates.score.max()\n"
+    )
+    pruning = {"completions": {"function": f"{file}:rule", "keep": 0.5}}
+    with pytest.raises(UserError, match="nan"):
+        register_functions(Config.model_validate({"pruning": pruning}))
 
 
 @pytest.mark.parametrize("use", ["import", "rule", "objective"])

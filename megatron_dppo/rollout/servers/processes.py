@@ -40,8 +40,8 @@ HEALTH_S = 60.0
 """Timeout in seconds for the first answer, which includes compiling kernels."""
 STOP_S = lifetime.GRACE_S + 5.0
 """Timeout in seconds for the end of a server and its children."""
-LINES = 25
-"""Log lines quoted in messages."""
+LINES, WIDTH = 25, 300
+"""Log lines quoted in messages, and characters of each: SGLang prints all arguments in a line."""
 LOG_BYTES = 2**16
 """Bytes at the end of a log searched for these lines."""
 
@@ -210,7 +210,8 @@ class ServerProcess:
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.replace(self.secret, "***").splitlines()[-LINES:])
+        lines = text.replace(self.secret, "***").splitlines()[-LINES:]
+        return "\n".join(line if len(line) <= WIDTH else f"{line[:WIDTH]}…" for line in lines)
 
     def stop(self) -> None:
         """End the server and its children, first by SIGTERM, then by SIGKILL, and wait."""

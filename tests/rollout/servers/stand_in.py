@@ -34,7 +34,7 @@ def main(flags: list[str]) -> None:
     config = flags[flags.index("--config") + 1]
     print(f"the secret is read: {Path(config).read_text(encoding='utf-8').strip()}", flush=True)
     if does == "fails":
-        sys.exit("no such model")
+        sys.exit("no such model " + "." * 500)
     if does == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", GRANDCHILD], start_new_session=does != "together")
