@@ -229,6 +229,8 @@ def training_stages(
         f"rollout.samples_per_prompt={samples}",
     ]
     words = [*SETTINGS, *task.settings, *sizes, *settings]
+    if any(word.startswith("model.path=") for word in settings):
+        raise SystemExit("error: model.path: the benchmark makes the task's policy")
     policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
         config = load_config(task.config, [*words, f"model.path={policy}"])

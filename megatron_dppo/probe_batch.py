@@ -331,8 +331,8 @@ class Report:
             f"batch, prompts                  {self.batch}",
             f"noise scale, prompts            {noise.value:.3g}, 95% interval {interval}",
             "",
-            "worth of a smaller batch, in variance x seconds; rows: share of prompts, columns: of "
-            "completions' tokens",
+            "worth of a smaller batch under neyman, in variance x seconds; rows: share of prompts, "
+            "columns: of completions' tokens",
             " " * 7 + "".join(f"{c:>8}  " for c in completions).rstrip(),
             *map(str.rstrip, rows),
             f"* best, {legend}",

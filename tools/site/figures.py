@@ -43,12 +43,6 @@ MEASURED = (
         "{packers[ffd][fill]:.1%}, first-fit decreasing",
     ),
     Figure(
-        "slowest rank over the mean",
-        "packing.py",
-        "{imbalance:.3f}",
-        "{packers[ffd][imbalance]:.3f}, first-fit decreasing",
-    ),
-    Figure(
         "peak memory of head and loss, 8,192 tokens × 151,936, MiB",
         "policy_head.py --hidden 64",
         "{peak_mib:.0f}",
