@@ -277,6 +277,17 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
     return {"max_weight": max_weight, "ratio": mean, "cells": ratios}
 
 
+def print_errors(rows: Sequence[Row]) -> None:
+    """Print the rules' ``error`` under ``grpo`` with weights up to 5, by stage and budget."""
+    chosen = [row for row in rows if row.objective == "grpo" and row.max_weight in (5.0, math.inf)]
+    errors = {(row.rule, row.stage, row.budget): row.error for row in chosen}
+    cells = list(dict.fromkeys((row.stage, row.budget) for row in chosen))
+    print(f"{'error':<28}", *(f"{stage + ' ' + str(budget):>12}" for stage, budget in cells))
+    for rule in dict.fromkeys(row.rule for row in chosen):
+        found = (errors.get((rule, *cell)) for cell in cells)
+        print(f"{rule:<28}", *(f"{'-' if each is None else f'{each:.2g}':>12}" for each in found))
+
+
 def main() -> None:
     parser = arguments(
         __doc__,
@@ -325,6 +336,9 @@ def main() -> None:
         "stages": stages,
         "rows": stored,
     }
+    if not options.json:
+        print_errors(rows)
+        options.json = True  # the table is in place of a line per figure
     finish(report, options)
 
 
