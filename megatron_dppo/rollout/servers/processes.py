@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -40,8 +41,10 @@ HEALTH_S = 60.0
 """Timeout in seconds for the first answer, which includes compiling kernels."""
 STOP_S = lifetime.GRACE_S + 5.0
 """Timeout in seconds for the end of a server and its children."""
-LINES, WIDTH = 25, 300
-"""Log lines quoted in messages, and characters of each: SGLang prints all arguments in a line."""
+LINES = 25
+"""Log lines quoted in messages."""
+LONG_LINE = re.compile(r"^(.{300}).+$", re.MULTILINE)
+"""Line that is quoted in part: SGLang prints all its arguments in one line."""
 LOG_BYTES = 2**16
 """Bytes at the end of a log searched for these lines."""
 
@@ -210,8 +213,8 @@ class ServerProcess:
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""
-        lines = text.replace(self.secret, "***").splitlines()[-LINES:]
-        return "\n".join(line if len(line) <= WIDTH else f"{line[:WIDTH]}…" for line in lines)
+        text = LONG_LINE.sub(r"\1…", text.replace(self.secret, "***"))
+        return "\n".join(text.splitlines()[-LINES:])
 
     def stop(self) -> None:
         """End the server and its children, first by SIGTERM, then by SIGKILL, and wait."""

@@ -113,19 +113,20 @@ class SglangClient(ServerClient):
             body["return_sampling_mask"] = True
         if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
-        deterministic = await self._is_deterministic()
-        if deterministic or sampling.sampling_mask:
-            # A shared seed would repeat the same sample, and n > 1 has no kept ids (SGLang 0.5.23).
+        separate: list[dict[str, Any]] = []
+        if await self._is_deterministic():
+            # A shared seed would repeat the same sample.
             seeds = range(sampling.seed, sampling.seed + sampling.samples)
+            separate = [parameters | {"sampling_seed": seed} for seed in seeds]
+        elif sampling.sampling_mask:
+            # For n > 1, SGLang 0.5.23 reports no kept ids.
+            separate = [parameters] * sampling.samples
+        if separate:
             body["input_ids"] = [list(token_ids)] * sampling.samples
-            body["sampling_params"] = [
-                parameters | ({"sampling_seed": seed} if deterministic else {}) for seed in seeds
-            ]
+            body["sampling_params"] = separate
         else:
-            body |= {
-                "input_ids": list(token_ids),
-                "sampling_params": parameters | {"n": sampling.samples},
-            }
+            body["input_ids"] = list(token_ids)
+            body["sampling_params"] = parameters | {"n": sampling.samples}
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         # A single sample comes without a list.
         answers = answers if isinstance(answers, list) else [answers]
