@@ -76,8 +76,10 @@ class LocalConversations:
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
-        with suppress(SystemExit):  # a user's callback may raise SystemExit
+        # A user's callback may raise SystemExit in both.
+        with suppress(SystemExit):
             self._runner.run(self.function.close())
+        with suppress(SystemExit):
             self._runner.close()
 
     def generate(

@@ -136,6 +136,15 @@ def talks_of(function: Any, **limits: float) -> LocalConversations:
     return LocalConversations(named, attempts=2, **{"timeout_s": 0.5, **limits})
 
 
+def test_loop_is_closed_after_an_exit_in_a_callback() -> None:
+    """Else tasks would be left for the garbage collector, which runs their ends anywhere."""
+    conversations = talks_of(once)
+    conversations._runner.get_loop().call_soon(sys.exit)
+    conversations.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        conversations._runner.get_loop()
+
+
 @pytest.fixture(scope="module")
 def policy() -> Qwen3ForCausalLM:
     return make_policy()
