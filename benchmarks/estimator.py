@@ -88,9 +88,10 @@ class Window:
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
         if not self.length > 0.0:
+            mixed = np.count_nonzero(np.ptp(metadata.rewards, axis=1))
             problem = (
-                f"no group has mixed rewards at the {stage.name} stage, so that there is no "
-                "gradient"
+                f"{mixed} groups have mixed rewards at the {stage.name} stage, and their gradient "
+                f"has the length {self.length:g}"
             )
             raise UserError(
                 "--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps"
