@@ -206,8 +206,8 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
     except (Exception, SystemExit) as error:
         problem = f"failed for rewards of {len(rewards)} prompts:\n{traceback.format_exc(limit=-2)}"
         remedy = "Correct it: docs/recipes/advantage.md describes its return value"
-        if isinstance(error, KeyError):
-            remedy = f"The columns are {', '.join(columns)}: reward.function returns no other name"
+        if isinstance(error, KeyError) and str(error.args[0]).startswith("reward/"):
+            remedy = f"Read one of {', '.join(columns)}: reward.function has returned no other name"
         raise UserError(SETTING, name, problem, remedy) from error
 
 

@@ -265,7 +265,11 @@ def test_error_for_an_absent_column_names_the_columns() -> None:
     register("own.py:absent", lambda rewards, columns: columns["reward/absent"])
     with pytest.raises(UserError) as refused:
         estimate_advantages("own.py:absent", np.eye(2), {"lengths": np.ones((2, 2), int)})
-    assert refused.value.remedy.startswith("The columns are lengths: reward.function returns")
+    assert refused.value.remedy.startswith("Read one of lengths: reward.function has returned")
+    register("own.py:own", lambda rewards, columns: {}["weight"])
+    with pytest.raises(UserError, match="KeyError: 'weight'") as refused:
+        estimate_advantages("own.py:own", np.eye(2), {"lengths": np.ones((2, 2), int)})
+    assert refused.value.remedy.startswith("Correct it")
 
 
 def test_masked_completions_have_no_advantage_of_an_own_estimator() -> None:
