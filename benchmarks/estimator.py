@@ -94,7 +94,10 @@ class Window:
                 f"has the length {self.length:g}"
             )
             raise UserError(
-                "--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps"
+                "--prompts",
+                len(metadata.rewards),
+                problem,
+                "Give more, or raise sft.steps",
             )
 
     def config(self, pruning: PruningConfig) -> config.Config:
@@ -285,8 +288,11 @@ def print_errors(rows: Sequence[Row]) -> None:
     cells = list(dict.fromkeys((row.stage, row.budget) for row in chosen))
     print(f"{'error':<28}", *(f"{stage + ' ' + str(budget):>12}" for stage, budget in cells))
     for rule in dict.fromkeys(row.rule for row in chosen):
-        found = (errors.get((rule, *cell)) for cell in cells)
-        print(f"{rule:<28}", *(f"{'-' if each is None else f'{each:.2g}':>12}" for each in found))
+        line = f"{rule:<28}"
+        for cell in cells:
+            error = errors.get((rule, *cell))
+            line += f"{'-':>13}" if error is None else f"{error:13.2g}"
+        print(line)
 
 
 def main() -> None:

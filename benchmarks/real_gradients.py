@@ -109,7 +109,7 @@ def gram(rows: torch.Tensor) -> Floats:
         for start in range(0, len(rows), TILE):
             end = start + TILE
             total[start:end, :end] += block[start:end] @ block[:end].T
-    # Above the diagonal, only the tiles on it were computed.
+    # Tiles above the diagonal were left out.
     below = total.tril(-1)
     return (total.tril() + below.T).numpy()
 

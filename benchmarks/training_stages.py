@@ -230,7 +230,7 @@ def training_stages(
     ]
     words = [*SETTINGS, *task.settings, *sizes, *settings]
     if any(word.startswith("model.path=") for word in settings):
-        raise SystemExit("error: model.path: the benchmark makes the task's policy")
+        raise SystemExit("error: model.path: the benchmark makes the task's policy; remove it")
     policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
         config = load_config(task.config, [*words, f"model.path={policy}"])
