@@ -355,7 +355,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
     rolled_out = trained + pruned + summary["zero_advantage_tokens"]
     if trained and (unseen or pruned):
         generation = unseen / (rolled_out + unseen)
-        kept = trained / (trained + pruned) if trained + pruned else 1.0
+        kept = trained / (trained + pruned)
         training = 1.0 - (1.0 - generation) * kept
         discarded = summary["discarded_groups"]
         rest = f"; {discarded:,} groups were rolled out and discarded" if discarded else ""

@@ -76,7 +76,7 @@ class LocalConversations:
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
-        # A user's callback may raise SystemExit in both.
+        # A user's callback may raise SystemExit in both calls.
         with suppress(SystemExit):
             self._runner.run(self.function.close())
         with suppress(SystemExit):

@@ -246,8 +246,8 @@ def _compute_gradient(
 ) -> Tensor:
     """Return the gradient of the loss by the log-probabilities, [R].
 
-    As in a step, each completion has a weight of its own: with equal weights, the sum over a pack
-    would not change if each token had the pack's mean.
+    The completions have different weights, as in a step. With equal weights, a mean over the pack
+    would have the same gradient as its terms.
     """
     # Roll, so that both completions have high and low ratios.
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)
