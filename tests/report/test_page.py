@@ -319,6 +319,12 @@ def test_accuracy_has_an_interval_if_problems_are_counted(tmp_path: Path) -> Non
     assert "is the 95% interval" not in write(write_run(tmp_path / "uncounted", problems={})).text
 
 
+def test_partial_rewards_stand_beside_the_accuracy(tmp_path: Path) -> None:
+    partial = write_run(tmp_path / "partial", held={"eval/reward": 0.5})
+    assert "held-out reward 0.500 → 0.500" in " ".join(write(partial).text.split())
+    assert "held-out reward" not in write(write_run(tmp_path / "whole")).text
+
+
 def test_long_answers_keep_their_end(tmp_path: Path) -> None:
     answers = [
         {
