@@ -204,14 +204,14 @@ def word_problems(folder: Path) -> Task:
 
 def smollm2(folder: Path) -> Task:
     """Return the task of ``configs/smollm2_steps.yaml``, which has the commands for its files and
-    policy. The other kind is problems of three steps."""
+    policy, in fp32, which every CPU has. The other kind is problems of three steps."""
     made = Path("runs/smollm2_steps")
     command = [sys.executable, "tools/smollm2/problems.py", str(folder / "three"), "--steps", "3"]
     subprocess.run(command, check=True)
     longer = read(folder / "three" / "held_out.jsonl")
     write(folder, read(made / "train.jsonl"), read(made / "held_out.jsonl"), longer)
     config = "configs/smollm2_steps.yaml"
-    settings = ("layout.dp=1", "data.response_key=null")
+    settings = ("layout.dp=1", "data.response_key=null", "model.dtype=fp32")
     name = name_task("smollm2", folder)
     return Task(name, made / "warm", folder, 5.6e-5, settings, 4, config, tuned=False)
 
