@@ -343,10 +343,7 @@ def main() -> None:
         "stages": stages,
         "rows": stored,
     }
-    if not options.json:
-        print_errors(rows)
-        options.json = True  # the table is in place of a line per figure
-    finish(report, options)
+    finish(report, options, partial(print_errors, rows))
 
 
 if __name__ == "__main__":

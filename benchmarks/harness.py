@@ -24,6 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,16 +72,24 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Print a line per figure unless ``--json`` is set, then all figures as one JSON object on the
-    last line."""
+def finish(
+    figures: Mapping[str, Any],
+    options: argparse.Namespace,
+    print_table: Callable[[], None] | None = None,
+) -> None:
+    """Print a table, by default a line per figure, unless ``--json`` is set; then all figures as
+    one JSON object on the last line."""
     if not options.json:
-        for name, value in _flat("", figures):
-            text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
-            print(f"{name:<44} {text}")
+        (print_table or partial(print_figures, figures))()
     if options.record:
         record(figures)
     print(json.dumps(figures))
+
+
+def print_figures(figures: Mapping[str, Any]) -> None:
+    for name, value in _flat("", figures):
+        text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
+        print(f"{name:<44} {text}")
 
 
 def record(figures: Mapping[str, Any]) -> None:

@@ -326,7 +326,7 @@ def compute_unit_gradients(
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
     size = metadata.rewards.shape[1] * pieces
-    varied = np.flatnonzero(find_nonzero_variance_groups(metadata, trainer.config))
+    varied = find_nonzero_variance_groups(metadata, trainer.config)
     live = (varied[:, None] * size + np.arange(size)).ravel()
     # A response of fewer tokens than pieces has empty pieces.
     live = live[count_piece_tokens(metadata.response_lengths, pieces).ravel()[live] > 0]
