@@ -355,8 +355,8 @@ def draw(found: Mapping[str, dict[str, Any]], out: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), dpi=160, facecolor="white", layout="constrained")
     panels = figure.subplots(1, 2)
-    for number, (loss, colour) in enumerate(zip(LOSSES, COLOURS, strict=True)):
-        own = list(found.values())[len(RATIOS) * number : len(RATIOS) * (number + 1)]
+    for loss, colour in zip(LOSSES, COLOURS, strict=True):
+        own = [arm for name, arm in found.items() if name.startswith(loss.upper())]
         style = {"color": colour, "marker": "o", "label": loss.upper()}
         panels[0].plot(RATIOS, [arm["prune/variance_inflation"] for arm in own], **style)
         by_seed = 100.0 * np.array([arm["held_out"]["by_seed"] for arm in own])

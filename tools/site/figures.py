@@ -363,14 +363,15 @@ def render_paper(command: str, efficiency: str) -> Iterator[str]:
 
     Args:
         command: recorded command of ``paper_table.py``.
-        efficiency: recorded command of ``efficiency.py --paper`` on the same task.
+        efficiency: recorded command of ``efficiency.py`` on the same task.
     """
     figures = load_figures()
     found = figures[command]["figures"]
-    stages = figures[efficiency]["figures"]["stages"] if efficiency in figures else []
+    stages = figures[efficiency]["figures"]["stages"]
+    names = "/".join(stage["stage"] for stage in stages)
     yield (
         "| method | the paper | times faster | accuracy [%] | minus GRPO | other kind [%] | "
-        "tokens generated/trained, over GRPO's | variance | E, early/middle/late |"
+        f"tokens generated/trained, over GRPO's | variance | E, {names} |"
     )
     yield "|---" * 9 + "|"
     for name, arm in found["arms"].items():
@@ -428,6 +429,12 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": render_curves,
     "errors": render_errors,
     "group_size": render_group_sizes,
+    "paper_smollm2": partial(
+        render_paper,
+        "paper_table.py --task smollm2 --seeds 3 --jobs 2",
+        "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 "
+        "--steps 24",
+    ),
     "paper_sums": partial(
         render_paper, "paper_table.py --jobs 2", "efficiency.py --paper --further 0"
     ),
