@@ -358,41 +358,48 @@ def _format_time(arm: dict[str, Any] | None) -> str:
     return f"{arm['seconds']:.1f} | {ratio}"
 
 
-def render_paper(command: str, efficiency: str) -> Iterator[str]:
-    """Render the methods of DPPO's paper with the paper's figures, and figures of whole runs here.
+def render_paper(command: str, efficiency: str, *, beside_paper: bool = False) -> Iterator[str]:
+    """Render whole runs of the methods of DPPO's paper.
 
     Args:
         command: recorded command of ``paper_table.py``.
         efficiency: recorded command of ``efficiency.py`` on the same task.
+        beside_paper: whether a column has the paper's own figures.
     """
     figures = load_figures()
     found = figures[command]["figures"]
     stages = figures[efficiency]["figures"]["stages"]
-    names = "/".join(stage["stage"] for stage in stages)
-    yield (
-        "| method | the paper | times faster | accuracy [%] | minus GRPO | other kind [%] | "
-        f"tokens generated/trained, over GRPO's | variance | E, {names} |"
-    )
-    yield "|---" * 9 + "|"
+    heads = [
+        "times faster",
+        "accuracy [%]",
+        "minus GRPO",
+        "other kind [%]",
+        "tokens generated/trained, over GRPO's",
+        "variance",
+        f"E, {'/'.join(stage['stage'] for stage in stages)}",
+    ]
+    if beside_paper:
+        heads.insert(0, "the paper")
+    yield _format_row("method", heads)
+    yield "|---" * (1 + len(heads)) + "|"
     for name, arm in found["arms"].items():
-        if name.startswith("DPPO: threshold, r 0.3"):
+        if beside_paper and name.startswith("DPPO: threshold, r 0.3"):
             yield _format_row("DPPO, ratios not known to us", ("2.37×, +3.36", *[""] * 7))
         held_out = arm["held_out"]
         gain = f"{100 * held_out['gain']:+.1f} ± {100 * held_out['gain_reach']:.1f}"
         inflation = arm.get("prune/variance_inflation")
-        yield _format_row(
-            _format_arm(name.removesuffix(", 32 prompts")),
-            (
-                arm["paper"],
-                f"{arm['times_faster']:.2f}",
-                f"{100 * held_out['mean']:.1f}",
-                gain.replace("-", "−") if held_out["gain"] else "",
-                f"{100 * arm['longer']['mean']:.1f}",
-                f"{arm['generated']:.2f}/{arm['trained']:.2f}",
-                f"{inflation:.2f}" if inflation else "",
-                _find_efficiency(name, stages),
-            ),
-        )
+        cells = [
+            f"{arm['times_faster']:.2f}",
+            f"{100 * held_out['mean']:.1f}",
+            gain.replace("-", "−") if held_out["gain"] else "",
+            f"{100 * arm['longer']['mean']:.1f}",
+            f"{arm['generated']:.2f}/{arm['trained']:.2f}",
+            f"{inflation:.2f}" if inflation else "",
+            _find_efficiency(name, stages),
+        ]
+        if beside_paper:
+            cells.insert(0, arm["paper"])
+        yield _format_row(_format_arm(name.removesuffix(", 32 prompts")), cells)
 
 
 def render_weaknesses() -> Iterator[str]:
@@ -436,7 +443,10 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         "--steps 24",
     ),
     "paper_sums": partial(
-        render_paper, "paper_table.py --jobs 2", "efficiency.py --paper --further 0"
+        render_paper,
+        "paper_table.py --jobs 2",
+        "efficiency.py --paper --further 0",
+        beside_paper=True,
     ),
     "paper_word_problems": partial(
         render_paper,
