@@ -163,8 +163,11 @@ class PaperTask:
         self.half = self.arms["unpruned, 16 prompts"]
         self.default = self.arms[f"{DEFAULT}, 32 prompts"]
         self.cppo = self.arms["CPPO: top_k 0.5, divided by the kept, 64 prompts"]
-        self.greso = self.arms["GRESO: greso, refilled, 32 prompts"]
         self.variance = [arm["prune/variance_inflation"] for arm in self.rule]
+
+    @property
+    def greso(self) -> dict[str, Any]:
+        return self.arms["GRESO: greso, refilled, 32 prompts"]
 
     def gain(self, arm: dict[str, Any]) -> str:
         return with_sign(*(100 * arm["held_out"][key] for key in ("gain", "gain_reach")))

@@ -436,12 +436,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": render_curves,
     "errors": render_errors,
     "group_size": render_group_sizes,
-    "paper_smollm2": partial(
-        render_paper,
-        "paper_table.py --task smollm2 --seeds 3 --jobs 2",
-        "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 "
-        "--steps 24",
-    ),
     "paper_sums": partial(
         render_paper,
         "paper_table.py --jobs 2",
