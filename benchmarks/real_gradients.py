@@ -10,7 +10,6 @@ through the policy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,49 +18,35 @@ from megatron_dppo.models.actor import Actor, Loss
 from megatron_dppo.parallel.exchange import exchange_samples
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.types import Floats, Group, Ints, MinibatchPlan, Pack
+from megatron_dppo.rl.types import Floats, Group, MinibatchPlan, Pack
 
 BLOCK, TILE = 1 << 14, 256
 """Parameters and rows per block of products."""
 
 
-def single_packs(
-    groups: Sequence[Group], advantage: Floats, pad_id: int, pieces: int = 1
-) -> list[Pack]:
-    """Build one pack per piece of a completion, in order of (group, sample, piece), with scale 1.
+def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> list[Pack]:
+    """Build one pack per completion, in order of (group, sample), with scale 1.
 
     Args:
         groups: Q groups, G completions each.
         advantage: [Q, G].
         pad_id: padding id of the tokenizer; a pack of one row has no padding.
-        pieces: pieces of a completion, of equal length to within one token. The pack of a piece
-            ends with the piece, and only the piece has a loss.
     """
     packs = []
     for group, values in zip(groups, advantage.tolist(), strict=True):
         for completion, value in zip(group.completions, values, strict=True):
-            tokens = count_piece_tokens(np.array(len(completion.token_ids)), pieces)
-            ends = np.cumsum(tokens).tolist()
-            for start, stop in pairwise([0, *ends]):
-                before = np.arange(stop) < start
-                row = TrainingSample(
-                    prompt_ids=group.prompt.token_ids,
-                    response_ids=completion.token_ids[:stop],
-                    engine_logprobs=completion.logprobs[:stop],
-                    loss_mask=completion.loss_mask[:stop] & ~before,
-                    advantage=value,
-                    scale=1.0,
-                    version=completion.oldest_version,
-                )
-                capacity = len(row.prompt_ids) + len(row.response_ids)
-                packs.append(build_pack([row], capacity, pad_id, align=1))
+            row = TrainingSample(
+                prompt_ids=group.prompt.token_ids,
+                response_ids=completion.token_ids,
+                engine_logprobs=completion.logprobs,
+                loss_mask=completion.loss_mask,
+                advantage=value,
+                scale=1.0,
+                version=completion.oldest_version,
+            )
+            capacity = len(row.prompt_ids) + len(row.response_ids)
+            packs.append(build_pack([row], capacity, pad_id, align=1))
     return packs
-
-
-def count_piece_tokens(lengths: Ints, pieces: int) -> Ints:
-    """Return the tokens of each piece, [..., pieces], of responses [...]: equal to within one."""
-    ends = np.rint(lengths[..., None] * np.linspace(0.0, 1.0, pieces + 1)).astype(np.int64)
-    return np.diff(ends, axis=-1)
 
 
 def planned(

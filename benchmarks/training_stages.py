@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import arguments
-from real_gradients import count_piece_tokens, gradients, gram, single_packs
+from real_gradients import gradients, gram, single_packs
 from word_problems import Prepared, prepared
 
 from megatron_dppo.config import Config
@@ -293,7 +293,9 @@ def measure(
         stride: step between the gradient coordinates in use, see ``Task.stride``.
     """
     rollouts = roll_out_window(trainer, prompt_ids, seeds)
-    products = compute_unit_gram(trainer, rollouts, stride)
+    live, rows = compute_unit_gradients(trainer, rollouts, stride)
+    products = np.zeros((rollouts.metadata.rewards.size,) * 2)
+    products[np.ix_(live, live)] = gram(rows)
     return Stage(name, trainer.step, rollouts.metadata, products)
 
 
@@ -303,33 +305,19 @@ def roll_out_window(trainer: Trainer, prompt_ids: Ints, seeds: int = 1) -> Compl
     return trainer.roll_out(StepRollouts(window, trainer.config.run.steps + seeds))
 
 
-def compute_unit_gram(
-    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1, pieces: int = 1
-) -> Floats:
-    """Return ``Stage.unit_gram`` [n, n]; for several pieces of each completion, see
-    :func:`single_packs`, [n·pieces, n·pieces]."""
-    live, rows = compute_unit_gradients(trainer, rollouts, stride, pieces)
-    size = rollouts.metadata.rewards.size * pieces
-    products = np.zeros((size, size))
-    products[np.ix_(live, live)] = gram(rows)
-    return products
-
-
 def compute_unit_gradients(
-    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1, pieces: int = 1
+    trainer: Trainer, rollouts: CompleteRollouts, stride: int = 1
 ) -> tuple[Ints, torch.Tensor]:
-    """Return the indices [m] of the completions, or pieces, in groups of unequal rewards, and their
-    gradients of Σ_t log p_t, [m, parameters / stride]."""
+    """Return the indices [m] of the completions in groups of unequal rewards, and their gradients
+    of Σ_t log p_t, [m, parameters / stride]."""
     metadata = rollouts.metadata
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
-    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id, pieces)
+    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
-    size = metadata.rewards.shape[1] * pieces
+    samples = metadata.rewards.shape[1]
     varied = find_nonzero_variance_groups(metadata, trainer.config)
-    live = (varied[:, None] * size + np.arange(size)).ravel()
-    # A response of fewer tokens than pieces has empty pieces.
-    live = live[count_piece_tokens(metadata.response_lengths, pieces).ravel()[live] > 0]
+    live = (varied[:, None] * samples + np.arange(samples)).ravel()
     if not len(live):
         return live, torch.zeros(0, 1)
     return live, gradients(trainer.policy.actor, [packs[i] for i in live], loss, stride)
