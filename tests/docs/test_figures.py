@@ -278,7 +278,20 @@ def describe_weaknesses() -> list[tuple[str, str]]:
     return [(MEASURED, f"{mixed} of the groups have unequal rewards")]
 
 
+def describe_cuts() -> tuple[str, str]:
+    stored = json.loads((FIGURES["RESULTS"] / "earlier.json").read_text())
+    gains = [
+        stage["ratio_auto"]["efficiency"] - 1.0
+        for command, found in stored.items()
+        if command.startswith("cuts.py")
+        for stage in found["figures"]["stages"]
+    ]
+    low, high = (f"{100 * each:.1f}" for each in (min(gains), max(gains)))
+    return MEASURED, f"random token adds {low} to {high}% to E at `auto`"
+
+
 CLAIMS = [
+    describe_cuts(),
     *describe_weaknesses(),
     *describe_paper(),
     *describe_losses(),

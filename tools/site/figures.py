@@ -76,12 +76,6 @@ EARLIER = (
         "packs that repeat the prompt",
     ),
     Figure(
-        "adapters of rank 16, memory of training state, relative",
-        "lora.py",
-        "{relative_memory}",
-        "all weights trained",
-    ),
-    Figure(
         "adapters merged in bf16, fraction of the update lost to rounding",
         "lora.py",
         "{lost_to_rounding}",
@@ -91,18 +85,6 @@ EARLIER = (
         "real_model.py",
         "{train_over_transformers}",
         "transformers, padded in batches of 8",
-    ),
-    Figure(
-        "weight stream, TP 2 × PP 2 to one consumer, relative time",
-        "weight_stream.py",
-        "{seconds_over_bare:.2f}",
-        "a bare gather and broadcast by gloo",
-    ),
-    Figure(
-        "105 MB to SGLang at TP 1 and TP 2, relative time",
-        "weight_sync.py --tp 1 2",
-        "{collective[transfer_over_bare]:.2f}",
-        "a bare broadcast by gloo to idle processes",
     ),
 )
 DEFAULT = "prompts 0.85, tokens auto, weights to 10"
@@ -137,7 +119,7 @@ NOT_SHOWN = {
     ),
     "errors": re.compile("neyman, (head|advantage)|threshold_deterministic"),
     "times": re.compile(r"prompts 0\.7|64 prompts$"),
-    "weaknesses": re.compile(r"r 0\.[37] /"),
+    "weaknesses": re.compile(r"r 0\.[37] /|threshold_deterministic"),
 }
 """Arms that only the stored results have, by table."""
 
@@ -402,6 +384,25 @@ def render_paper(command: str, efficiency: str, *, beside_paper: bool = False) -
         yield _format_row(_format_arm(name.removesuffix(", 32 prompts")), cells)
 
 
+def render_cuts() -> Iterator[str]:
+    """Render E of cuts inside completions over E of whole completions, by task and stage."""
+    figures = load_figures()
+    columns = {}
+    for task, command in (
+        ("sums", "cuts.py"),
+        ("words", "cuts.py --task word_problems --prompts 48"),
+    ):
+        for stage in figures[command]["figures"]["stages"]:
+            columns[f"{task}, {stage['stage']}"] = stage
+    yield _format_row("fraction of tokens", columns)
+    yield "|---" * (len(columns) + 1) + "|"
+    for name, key in (("auto", "ratio_auto"), ("best of seven", "ratio_best")):
+        found = (stage[key] for stage in columns.values())
+        yield _format_row(
+            name, (f"{each['efficiency']:.3f} ± {_get_reach(each):.3f}" for each in found)
+        )
+
+
 def render_weaknesses() -> Iterator[str]:
     """Render E of the paper's methods under sparse rewards, and with small groups early in
     training."""
@@ -434,6 +435,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "efficiency": render_efficiency,
     "beside_trl": render_trl_comparison,
     "curves": render_curves,
+    "cuts": render_cuts,
     "errors": render_errors,
     "group_size": render_group_sizes,
     "paper_sums": partial(
