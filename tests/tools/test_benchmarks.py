@@ -1,4 +1,4 @@
-"""Benchmarks as programs."""
+"""Benchmarks as programs, and the gradients of their windows."""
 
 import dataclasses
 import importlib
