@@ -80,12 +80,6 @@ EARLIER = (
         "lora.py",
         "{lost_to_rounding}",
     ),
-    Figure(
-        "SmolLM2's training on one thread, times faster",
-        "real_model.py",
-        "{train_over_transformers}",
-        "transformers, padded in batches of 8",
-    ),
 )
 DEFAULT = "prompts 0.85, tokens auto, weights to 10"
 REHEARSED = {
@@ -438,6 +432,11 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "cuts": render_cuts,
     "errors": render_errors,
     "group_size": render_group_sizes,
+    "paper_smollm2": partial(
+        render_paper,
+        "paper_table.py --task smollm2 --seeds 3 --jobs 2",
+        "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24",
+    ),
     "paper_sums": partial(
         render_paper,
         "paper_table.py --jobs 2",
