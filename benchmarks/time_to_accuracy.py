@@ -1,7 +1,8 @@
-"""Seconds to a held-out accuracy at the best learning rate of each arm: pruned, and with smaller
-batches.
+"""Seconds to a held-out accuracy at the best learning rate of each arm: pruned, with smaller
+batches, and with smaller groups.
 
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
+    python benchmarks/time_to_accuracy.py --group-sizes --seeds 10 [--jobs 2] [--json]
 
 The design was fixed before the first run. Later changes: the default pruning changed twice, and
 ``default`` was tuned again each time; the accuracy for word problems changed once, after 21 tuning
@@ -23,6 +24,8 @@ runs.
   batch, with ``pruning.target_noise=1``. Both arms train to the end, on ``--equal-noise-seeds``, to
   compare seconds of whole runs and final accuracies. (On sums, 10 and then 5 seeds were added after
   the first 5, whose interval was ±0.086.)
+- ``--group-sizes`` compares groups of 4 and of 8, each unpruned at three batches and under the
+  default pruning. Ten seeds, fixed after ``group_size.py`` and before the first of these runs.
 - Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock
   seconds of all runs in the store, so that other work on the machine affects no single arm.
   ``costs.error`` is the mean relative error between two evaluations. Evaluations, checkpoints and
@@ -44,7 +47,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +74,7 @@ FACTOR = 1.5
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
 EQUAL_NOISE = "prompts 0.85, tokens auto, weights to 10, noise 1"
-"""Not tuned; has the prompts of the best unpruned batch."""
+"""Not tuned; has the prompts and the group size of the best unpruned batch."""
 QUICKSTART = Path("configs/quickstart.yaml")
 PROBLEMS = 400
 """Most held-out problems per evaluation; the quickstart holds out 200 sums."""
@@ -90,16 +93,21 @@ class Arm:
     """Middle of the first three learning rates."""
     settings: tuple[str, ...]
     """``pruning.*``"""
+    samples: int = 8
+    """Completions per prompt."""
 
 
 ALL_PROMPTS = {
     f"unpruned, {n} prompts": Arm(n, n / 64, lr, UNPRUNED)
     for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
 }
+DEFAULT = "prompts 0.85, tokens auto, weights to 10"
+IN_FOURS = {
+    f"unpruned, {n} prompts × 4": Arm(n, n / 128, lr, UNPRUNED, samples=4)
+    for n, lr in ((64, 2.3e-4), (32, 1.5e-4), (16, 1e-4))
+} | {f"{DEFAULT}, 64 prompts × 4": Arm(64, 0.32, 1.5e-4, neyman(0.85, "auto"), samples=4)}
 ARMS: dict[str, Arm] = ALL_PROMPTS | {
-    "prompts 0.85, tokens auto, weights to 10, 32 prompts": Arm(
-        32, 0.32, 1.5e-4, neyman(0.85, "auto")
-    ),
+    f"{DEFAULT}, 32 prompts": Arm(32, 0.32, 1.5e-4, neyman(0.85, "auto")),
     "prompts 0.7, tokens auto, weights to 10, 32 prompts": Arm(
         32, 0.28, 1.5e-4, neyman(0.7, "auto")
     ),
@@ -121,6 +129,12 @@ ARMS: dict[str, Arm] = ALL_PROMPTS | {
         32, 0.47, 1.5e-4, pruning("greso", keep=(0.5, 1.0))
     ),
     "DAPO: dynamic_sampling, 32 prompts": Arm(32, 0.8, 1.5e-4, pruning("dynamic_sampling")),
+    **IN_FOURS,
+}
+GROUP_SIZES = {
+    *IN_FOURS,
+    *(f"unpruned, {n} prompts" for n in (32, 16, 8)),
+    f"{DEFAULT}, 32 prompts",
 }
 ON_SUMS_ALONE = {
     name for name in ARMS if name.startswith(("prompts 0.7", "DPPO: threshold, r 0.3"))
@@ -167,7 +181,9 @@ class Measurement:
         default = Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
         self.store = Store(options.store or default)
         left_out = ON_WORD_PROBLEMS_ALONE if options.task == "sums" else ON_SUMS_ALONE
-        wanted = options.arms or ARMS.keys() - left_out
+        wanted = options.arms or ARMS.keys() - left_out - IN_FOURS.keys()
+        if options.group_sizes:
+            wanted = GROUP_SIZES
         self.arms = {name: arm for name, arm in ARMS.items() if name in wanted}
         self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
         self.pool = ThreadPoolExecutor(options.jobs)
@@ -184,6 +200,7 @@ class Measurement:
             f"run.steps={steps}",
             f"optimizer.lr={lr:g}",
             f"rollout.prompts_per_step={own.prompts}",
+            f"rollout.samples_per_prompt={own.samples}",
             f"eval.every={max(steps // EVALUATIONS, 1)}",
             f"eval.problems={PROBLEMS}",
             *own.settings,
@@ -276,10 +293,11 @@ class Measurement:
 
     def result(self) -> dict[str, Any]:
         rates = self.tune()
-        control = self.best(rates, [name for name in self.arms if name in ALL_PROMPTS])
+        unpruned = [name for name in self.arms if name.startswith("unpruned")]
+        control = self.best(rates, unpruned)
         like = self.arms[control]
         settings = neyman(0.85, "auto", target_noise=1.0)
-        equal_noise = Arm(like.prompts, like.cost, rates[control], settings)
+        equal_noise = replace(like, lr=rates[control], settings=settings)
         arms = self.arms | {EQUAL_NOISE: equal_noise}
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
@@ -300,7 +318,7 @@ class Measurement:
         for name in arms:
             runs[name] = [self.run(name, arms[name], rates[name], seed) for seed in seeds]
             taken[name] = [costs.to(run, self.task.accuracy) for run in runs[name]]
-        fastest = self.best(rates, [name for name in self.arms if name not in ALL_PROMPTS])
+        fastest = self.best(rates, self.arms.keys() - set(unpruned))
         pairs = zip(ends[EQUAL_NOISE], ends[control], strict=True)
         mean, reach = mean_and_reach([noisy.accuracy - end.accuracy for noisy, end in pairs])
         control_seconds = [costs.seconds(end) for end in ends[control]]
@@ -354,7 +372,7 @@ def draw(found: dict[str, Any], out: Path) -> None:
     figure = Figure(figsize=size, dpi=160, facecolor="white", layout="constrained")
     panel = figure.subplots()
     for row, name in enumerate(order):
-        colour = "#64748b" if name in ALL_PROMPTS else "#2563eb"
+        colour = "#64748b" if name.startswith("unpruned") else "#2563eb"
         mean = statistics.geometric_mean(taken[name])
         panel.barh(row, mean, color=colour, alpha=0.35, height=0.7)
         panel.plot(taken[name], [row] * len(taken[name]), "o", color=colour, ms=4)
@@ -383,6 +401,7 @@ def main() -> None:
     )
     parser.add_argument("--task", choices=("sums", "word_problems"), default="sums")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), metavar="ARM")
+    parser.add_argument("--group-sizes", action="store_true", help="compare groups of 4 and 8")
     options = parser.parse_args()
     measurement = Measurement(Task.named(options.task), options)
     try:

@@ -25,7 +25,7 @@ ELSEWHERE = (
 """Other pruning than the quickstart's, and other than the package's."""
 PAPERS = r"(?:(?:GRPO|CPPO|GRESO|DPPO|DAPO)(?:, 2 updates)?: |GSPO, 2 updates: )?"
 FRACTION = r"(?:, half of the prompts|, a quarter)?"
-SUFFIX = r"(?:, \d+ prompts(?:, all epochs)?)?"
+SUFFIX = r"(?:, \d+ prompts(?: × \d|, all epochs)?)?"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +46,8 @@ def list_arms() -> dict[str, tuple[str, ...]]:
     arms = {}
     for module in (efficiency.ARMS, efficiency.PAPER, group_size.ARMS):
         arms |= {name: (settings, None) for name, settings in module.items()}
+    for name, arm in times.ARMS.items():
+        assert ("× 4" in name) == (arm.samples == 4), name
     for table in (times.ARMS, paper_table.ARMS, paper_table.list_losses()):
         arms |= {name: (arm.settings, arm.prompts) for name, arm in table.items()}
     for name, arm in real_curves.ARMS.items():
