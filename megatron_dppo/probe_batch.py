@@ -1,7 +1,9 @@
-"""``megatron-dppo probe-batch``: does a smaller batch suffice, and which pruning is best?
+"""``megatron-dppo probe-batch``: does a smaller batch suffice, do smaller groups, and which pruning
+is best?
 
 Unpruned steps at fixed weights give the gradient's noise scale (from the norms on all prompts of a
-step and on each half), the seconds per token, and groups for pruning draws. No file is written.
+step and on each half), the same with half of each group's completions, the seconds per token, and
+groups for pruning draws. No file is written.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import initialize, shutdown
 from megatron_dppo.process.streams import print_message
 from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.advantages import compute_advantages
 from megatron_dppo.rl.intervals import Estimate, compute_student_t
 from megatron_dppo.rl.objectives import resolve_objective
-from megatron_dppo.rl.plan import select_groups
+from megatron_dppo.rl.plan import ARRAYS, select_groups
 from megatron_dppo.rl.pruning.completion_rules import find_completion_rule
 from megatron_dppo.rl.pruning.draw import estimate_gradient_noise, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import find_prompt_rule, select
 from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
-from megatron_dppo.rl.types import Floats, Selection, StepMetadata
+from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import make_planner
@@ -166,20 +169,50 @@ def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Est
         halves: [n], mean squared gradient norms over the two halves of the prompts.
         batch: prompts.
     """
-    big = np.asarray(whole, np.float64)
-    small = np.asarray(halves, np.float64)
-    # Solve the equation above for S and |G|², from b = batch and b = batch/2.
-    noise = (small - big) * batch
-    signal = 2.0 * big - small
+    signal, noise = split_squares(whole, halves, batch)
     # The noise may be 0 or negative by chance, and must not be a divisor.
-    least = 1e-9 * float(big.sum())
+    least = 1e-9 * float(np.sum(whole))
     ratio, reach = compute_jackknife(
-        lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big)
+        lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(signal)
     )
     bounds = []
     for each in (ratio, ratio + reach, ratio - reach):
         bounds.append(1.0 / each if each > 0.0 else math.inf)
     return Estimate(*bounds)
+
+
+def split_squares(whole: ArrayLike, halves: ArrayLike, batch: int) -> tuple[Floats, Floats]:
+    """Return unbiased estimates of |G|² and S by step, [n] each; see
+    :func:`estimate_noise_scale`."""
+    big = np.asarray(whole, np.float64)
+    small = np.asarray(halves, np.float64)
+    # Solve E|g|² = |G|² + S/b for S and |G|², from b = batch and b = batch/2.
+    return 2.0 * big - small, (small - big) * batch
+
+
+def estimate_half_group_gain(
+    noise: ArrayLike, half_noise: ArrayLike, *, advantages: float, time: float
+) -> Estimate:
+    """Return noise × seconds of groups, divided by that of twice as many groups of half the size.
+
+    Noise is relative to the true gradient. Half groups have a shorter one, because their baselines
+    are noisier. Its length is assumed to be proportional to the mean |A|: two steps' products would
+    tell it less precisely.
+
+    Args:
+        noise: [n], S of a prompt's group.
+        half_noise: [n], S of half a group.
+        advantages: mean |A| in half groups, divided by mean |A| in groups.
+        time: seconds with groups, divided by the seconds with half groups.
+    """
+    pairs = np.stack([noise, half_noise], axis=1).astype(np.float64)
+
+    def gain(rows: list[int]) -> float:
+        whole, half = pairs[rows].sum(axis=0).tolist()
+        return 2.0 * time * advantages**2 * whole / half if half > 0.0 else math.nan
+
+    value, reach = compute_jackknife(gain, len(pairs))
+    return Estimate(value, value - reach, value + reach)
 
 
 def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
@@ -265,6 +298,11 @@ class Report:
     configured: Pair | None
     own: Estimate | None = None
     """Worth of the configured rules; None for ``neyman`` and for biased rules."""
+    prompts: int = 0
+    """Prompts of a step, of ``size`` completions."""
+    size: int = 0
+    half_groups: Estimate | None = None
+    """Worth of twice as many groups of half the size; None if unknown."""
 
     @property
     def seconds(self) -> float:
@@ -340,8 +378,26 @@ class Report:
             "early in training.",
             "",
             self.conclusion,
+            *([self.group_advice] if self.half_groups else ()),
         ]
         return "\n".join(lines)
+
+    @property
+    def group_advice(self) -> str:
+        """Sentence about groups of half the size; empty if their worth is unknown."""
+        found = self.half_groups
+        if found is None:
+            return ""
+        half = self.size // 2
+        advice = "no difference was found"
+        if found.low > 1.0:
+            prompts = self.prompts * 2
+            advice = f"set rollout.samples_per_prompt={half} and rollout.prompts_per_step={prompts}"
+        elif found.high < 1.0:
+            advice = f"keep groups of {self.size}"
+        return (
+            f"Twice as many groups of {half} are worth {found} of groups of {self.size}: {advice}."
+        )
 
     @property
     def conclusion(self) -> str:
@@ -382,6 +438,24 @@ class Report:
         return f"{scale}: {half}; {of_best}.{'' if math.isfinite(self.noise.high) else doubt}"
 
 
+def take_completions(metadata: StepMetadata, columns: slice) -> StepMetadata:
+    """Return the metadata of smaller groups, of some of each group's completions."""
+    arrays = {}
+    for name in ARRAYS:
+        values = getattr(metadata, name)
+        arrays[name] = values if values.ndim == 1 else values[:, columns]
+    shared = arrays["shared_lengths"].copy()
+    shared[:, :1] = 0
+    parts = {name: values[:, columns] for name, values in metadata.parts.items()}
+    return StepMetadata(**{**arrays, "shared_lengths": shared}, window=metadata.window, parts=parts)
+
+
+def _take(group: Group, columns: slice) -> Group:
+    return dataclasses.replace(
+        group, completions=group.completions[columns], rewards=group.rewards[columns]
+    )
+
+
 class _BatchProbe:
     """Measurements at fixed weights; times of this rank."""
 
@@ -415,6 +489,15 @@ class _BatchProbe:
         self._own_windows: list[Floats] = []
         self._rng = np.random.default_rng(config.run.seed)
         self._squares = Samples()
+        size = config.rollout.samples_per_prompt
+        # Half of a group has to be a group, too.
+        can_halve = size >= 4 and size % 2 == 0 and not config.rollout.tree.branches
+        self._halves = (slice(size // 2), slice(size // 2, size)) if can_halve else ()
+        self._half_squares = Samples()
+        self._half_trained = Samples()
+        """Tokens trained on in groups, and in half groups."""
+        self._advantages = Samples()
+        """Mean |A| in groups, and in half groups."""
         self._generated = Samples()
         self._trained = Samples()
         self._fixed = list[float]()
@@ -426,9 +509,51 @@ class _BatchProbe:
         timers = self._timers
         rollouts, generated = self._roll_out(step)
         metadata = rollouts.metadata
-        plan_with = make_planner(parts, self._pool, rollouts.metadata, step)
         if parts.config.rollout.colocated:
             self._engine.pause()
+        squares, trained, fixed = self._compute_squares(metadata, rollouts.held, step)
+        self._squares.append(squares)
+        if self._halves:
+            whole = trained[0][0]
+            half_squares, half_trained = self._compute_half_groups(rollouts, step)
+            self._half_squares.append(half_squares)
+            self._half_trained.append((whole, half_trained))
+        with timers("update_weights"):
+            parts.sync(self._engine, 0)
+        # Skip the first step, which warms up.
+        if step:
+            self._generated += generated
+            self._trained += trained
+            self._fixed.append(fixed + sum(timers.take().values()))
+        parts.world.broadcast(lambda: self._record_window(metadata, step))
+
+    def _compute_half_groups(
+        self, rollouts: CompleteRollouts, step: int
+    ) -> tuple[tuple[float, float], float]:
+        """Return the squared norms for groups of half the size, mean of both halves of each group,
+        and the tokens trained on. Collective."""
+        squares = []
+        tokens = 0.0
+        for columns in self._halves:
+            held = {row: _take(group, columns) for row, group in rollouts.held.items()}
+            metadata = take_completions(rollouts.metadata, columns)
+            found, trained, _ = self._compute_squares(metadata, held, step)
+            squares.append(found)
+            tokens += trained[0][0]
+        whole, halves = np.mean(squares, axis=0).tolist()
+        return (whole, halves), tokens
+
+    def _compute_squares(
+        self, metadata: StepMetadata, held: dict[int, Group], step: int
+    ) -> tuple[tuple[float, float], Samples, float]:
+        """Return squared gradient norms, tokens and seconds of each gradient, and seconds of a
+        plan. Collective.
+
+        The norms are of the gradient on all prompts, and on each half of the prompts (mean).
+        """
+        parts = self._parts
+        timers = self._timers
+        plan_with = make_planner(parts, self._pool, metadata, step)
         config = choose_sharing(parts.config, parts.shape)
         loss = config.loss
         # A single update gives the gradient of all prompts, two updates give both halves.
@@ -441,24 +566,14 @@ class _BatchProbe:
         squares = []
         trained = []
         for minibatch in (*whole.minibatches, *halves.minibatches):
-            squares.append(
-                self._learner.compute_gradient_norm(minibatch, rollouts.held, version=0) ** 2
-            )
+            squares.append(self._learner.compute_gradient_norm(minibatch, held, version=0) ** 2)
             trained.append((float(minibatch.lengths.sum()), sum(timers.take().values())))
         if not np.isfinite(squares).all():
             remedy = "Look for weights in model.path that are not finite, or set model.dtype=fp32"
             raise UserError(
                 "model.path", parts.config.model.path, "gives a gradient that is not finite", remedy
             )
-        with timers("update_weights"):
-            parts.sync(self._engine, 0)
-        self._squares.append((squares[0], float(np.mean(squares[1:]))))
-        # Skip the first step, which warms up.
-        if step:
-            self._generated += generated
-            self._trained += trained
-            self._fixed.append(fixed + sum(timers.take().values()))
-        parts.world.broadcast(lambda: self._record_window(metadata, step))
+        return (squares[0], float(np.mean(squares[1:]))), trained, fixed
 
     def _roll_out(self, step: int) -> tuple[CompleteRollouts, Samples]:
         """Return a window's rollouts, and the tokens and seconds of each round."""
@@ -490,7 +605,16 @@ class _BatchProbe:
                 self._windows[pair].append(self._average_draws(metadata, config))
             if self._own:
                 self._own_windows.append(self._average_draws(metadata, self._own))
+        if self._halves:
+            halves = [take_completions(metadata, columns) for columns in self._halves]
+            half = np.mean([self._average_advantage(each) for each in halves])
+            self._advantages.append((self._average_advantage(metadata), float(half)))
         self._sampler.update_history(metadata)
+
+    def _average_advantage(self, metadata: StepMetadata) -> float:
+        config = self._parts.config
+        name = resolve_objective(config.loss).advantage
+        return float(np.abs(compute_advantages(metadata, config, name)).mean())
 
     def _average_draws(self, metadata: StepMetadata, config: Config) -> Floats:
         return np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0)
@@ -552,4 +676,25 @@ class _BatchProbe:
             },
             configured=self._configured,
             own=estimate_gain(self._own_windows, unpruned, costs) if self._own else None,
+            prompts=config.rollout.prompts_per_step,
+            size=config.rollout.samples_per_prompt,
+            half_groups=self._estimate_half_groups(costs, generated),
         )
+
+    def _estimate_half_groups(self, costs: Costs, generated: float) -> Estimate | None:
+        advantages = np.sum(self._advantages, axis=0)
+        # A teacher's gradient has no advantages.
+        if not self._halves or not advantages.all():
+            return None
+        tokens, half_tokens = np.mean(self._half_trained, axis=0).tolist()
+        noises = []
+        for squares in (self._squares, self._half_squares):
+            whole, halves = np.array(squares).T
+            noises.append(split_squares(whole, halves, batch=1)[1])
+        found = estimate_half_group_gain(
+            *noises,
+            advantages=float(advantages[1] / advantages[0]),
+            time=costs.estimate_seconds(generated, tokens)
+            / costs.estimate_seconds(generated, half_tokens),
+        )
+        return found if math.isfinite(found.low) else None

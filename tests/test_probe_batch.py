@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo import probe_batch as command
+from megatron_dppo.api import step_metadata
 from megatron_dppo.cli import LEAST_STEPS
 from megatron_dppo.config import Config
 from megatron_dppo.models.actor import Actor
@@ -22,11 +23,14 @@ from megatron_dppo.probe_batch import (
     configure_pruning,
     estimate_cost_line,
     estimate_gain,
+    estimate_half_group_gain,
     estimate_noise_scale,
     get_configured_pair,
     make_own_config,
     probe_batch,
+    take_completions,
 )
+from megatron_dppo.rl.advantages import compute_advantages
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from tests.ranks import RankPool
@@ -86,6 +90,31 @@ def test_a_smaller_batch_gains_nothing() -> None:
     )
 
 
+def test_groups_of_half_the_size_gain_by_the_noise_that_they_lack() -> None:
+    noise = np.array([4.0, 5.0, 6.0])
+    same = estimate_half_group_gain(noise, 2 * noise, advantages=1.0, time=1.0)
+    assert (same.value, same.low, same.high) == pytest.approx((1.0, 1.0, 1.0)), (
+        "twice as many groups of twice the variance"
+    )
+    shorter = estimate_half_group_gain(noise, noise, advantages=0.5, time=1.5)
+    assert shorter.value == pytest.approx(2 * 0.25 * 1.5)
+
+
+def test_half_groups_have_their_own_baselines() -> None:
+    rewards = np.array([[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    lengths = np.array([[3, 5, 4, 2], [1, 6, 2, 2]])
+    whole = step_metadata(rewards, lengths, [2, 7], shared_lengths=np.array([[0, 2, 3, 2]] * 2))
+    plans = []
+    for columns in (slice(2), slice(2, 4)):
+        half = take_completions(whole, columns)
+        assert (half.shared_lengths[:, 0] == 0).all(), "the first completion repeats the prompt"
+        expected = step_metadata(rewards[:, columns], lengths[:, columns], [2, 7])
+        for name in ("rewards", "response_lengths", "prompt_lengths", "window"):
+            assert np.array_equal(getattr(half, name), getattr(expected, name))
+        plans.append(compute_advantages(half, Config(), "grpo")[..., 0].tolist())
+    assert plans == [[[1.0, -1.0], [-1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]]
+
+
 def test_shares_are_those_of_the_configuration() -> None:
     assert get_configured_pair(load_config("configs/quickstart.yaml", ())) == (0.85, "auto")
     assert get_configured_pair(load_config(None, ["pruning.completions.rule=top_k"])) is None
@@ -125,7 +154,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_probe_reports_finite_gains_and_changes_nothing(folder: Path, ranks: RankPool) -> None:
-    first, *others = ranks.run(2, run_probe, small_run(folder, folder / "run", "layout.dp=2"), True)
+    settings = ("layout.dp=2", "rollout.samples_per_prompt=4")
+    first, *others = ranks.run(2, run_probe, small_run(folder, folder / "run", *settings), True)
     for each in (first, *others):
         assert each["same"] and all(each["same"]), "weights are the same to the last bit"
     assert all(each["printed"] == "" for each in others), "one rank prints"
@@ -141,6 +171,7 @@ def test_a_probe_reports_finite_gains_and_changes_nothing(folder: Path, ranks: R
     assert found["batch"] == 8 and found["seconds"] > 0.0 and 0.0 < found["rollout_share"] < 1.0
     assert gains[tuple(found["best"])] == max(gains.values())
     assert found["configured"] == [0.85, "auto"]
+    assert found["half_groups"]["value"] > 0.0
 
 
 RULES = """
@@ -171,6 +202,7 @@ def test_rules_of_ones_own_have_a_row(folder: Path, ranks: RankPool) -> None:
     assert 0.0 < printed["own"]["value"] < neyman[0.85, 0.5]["value"]
     (text,) = ranks.run(1, run_probe, config, False)
     assert "the configured rules are worth" in text["printed"]
+    assert printed["half_groups"] is None, "3 completions have no halves"
 
 
 def test_biased_and_neyman_rules_have_no_row_of_their_own() -> None:
