@@ -123,19 +123,19 @@ def describe_pruning_in_trl() -> list[tuple[str, str]]:
     return [(TRL, f"| {name} | {value} |") for name, value in rows.items()]
 
 
-def describe_p2_law() -> list[tuple[str, str]]:
+def describe_p2_law() -> tuple[str, str]:
     (figures,) = read_figures("p2_law")
     errors = {
         name.removeprefix("error_"): error
         for name, error in figures.items()
         if name.startswith("error_")
     }
-    rows = {
-        "largest removed fraction": f"{errors['largest_rate']:.2f}",
-        "last half of the tokens": f"{errors['last_half_of_tokens']:.2f}",
-        "the only recovery of the largest policy": f"{errors['curve_6']:.2f}",
-    }
-    return [(COMPRESS, f"| {name} | {row} |") for name, row in rows.items()]
+    claim = (
+        f"factors of {errors['largest_rate']:.2f} (largest removed fraction), "
+        f"{errors['last_half_of_tokens']:.2f} (last half of the tokens) and "
+        f"{errors['curve_6']:.2f} (the only recovery of the largest policy"
+    )
+    return COMPRESS, claim
 
 
 def join(texts: list[str]) -> str:
@@ -289,6 +289,23 @@ def describe_weaknesses() -> list[tuple[str, str]]:
     return [(MEASURED, f"{mixed} of the groups have unequal rewards")]
 
 
+def describe_group_size() -> list[tuple[str, str]]:
+    stored = json.loads((FIGURES["RESULTS"] / "group_size.json").read_text())
+    stages = [stage["arms"] for found in stored.values() for stage in found["figures"]["stages"]]
+
+    def span(arm: str, size: str) -> str:
+        found = [stage[arm][size]["efficiency"] for stage in stages]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    auto = "tokens auto alone, weights to 10"
+    return [
+        (MEASURED, f"Twice as many groups of 4 is worth {span(auto, '4')} times"),
+        (MEASURED, f"without pruning {span('unpruned', '4')} times"),
+        ("docs/reward_flat.md", f"4 was {span(auto, '4')} times"),
+        (ADVICE, f"were worth {span(auto, '4')} times groups of 8"),
+    ]
+
+
 def describe_cuts() -> tuple[str, str]:
     stored = json.loads((FIGURES["RESULTS"] / "earlier.json").read_text())
     gains = [
@@ -303,6 +320,7 @@ def describe_cuts() -> tuple[str, str]:
 
 CLAIMS = [
     describe_cuts(),
+    *describe_group_size(),
     *describe_weaknesses(),
     *describe_paper(),
     describe_losses(),
@@ -313,7 +331,7 @@ CLAIMS = [
     describe_whole_runs(),
     *describe_verdicts(),
     *describe_pruning_in_trl(),
-    *describe_p2_law(),
+    describe_p2_law(),
 ]
 
 

@@ -67,20 +67,6 @@ MEASURED = (
         "{math_verify[milliseconds]:.1f}, math-verify",
     ),
 )
-
-EARLIER = (
-    Figure(
-        "a prompt of 2,000 tokens with 8 responses of 1,000, times faster",
-        "prefixes.py",
-        "{times_faster}",
-        "packs that repeat the prompt",
-    ),
-    Figure(
-        "adapters merged in bf16, fraction of the update lost to rounding",
-        "lora.py",
-        "{lost_to_rounding}",
-    ),
-)
 DEFAULT = "prompts 0.85, tokens auto, weights to 10"
 REHEARSED = {
     "memory / planned": "{memory_over_plan:.3f}",
@@ -127,11 +113,11 @@ def load_figures() -> dict[str, dict[str, Any]]:
     }
 
 
-def render_rows(figures: Iterable[Figure]) -> Iterator[str]:
+def render_measured() -> Iterator[str]:
     results = load_figures()
     yield "| figure | value | baseline | command |"
     yield "|---|---|---|---|"
-    for row in figures:
+    for row in MEASURED:
         found = results[row.command]
         value, baseline = (text.format(**found["figures"]) for text in (row.value, row.baseline))
         yield f"| {row.name} | {value} | {baseline} | `{row.command}` |"
@@ -250,18 +236,18 @@ def render_trl_comparison() -> Iterator[str]:
 
 
 def render_group_sizes() -> Iterator[str]:
-    """Render relative noise × seconds: groups of 8 over groups of other sizes."""
-    stages = load_figures()["group_size.py"]["figures"]["stages"]
-    yield _format_row(
-        "completions per prompt",
-        (f"{each}, {stage['stage']}" for stage in stages for each in stage["arms"]),
-    )
-    yield "|---" * (1 + sum(len(stage["arms"]) for stage in stages)) + "|"
-    for size in stages[0]["arms"]["unpruned"]:
-        yield _format_row(
-            size,
-            (_format_interval(arm[size]) for stage in stages for arm in stage["arms"].values()),
-        )
+    """Render relative noise × seconds of groups of 8, over that of groups of other sizes, both with
+    the default pruning of completions."""
+    figures = load_figures()
+    columns = {
+        f"{task}, {stage['stage']}": stage["arms"]["tokens auto alone, weights to 10"]
+        for task, name in (("sums", "sums"), ("words", "word_problems"))
+        for stage in figures[f"group_size.py --task {name} --windows 100"]["figures"]["stages"]
+    }
+    yield _format_row("completions per prompt", columns)
+    yield "|---" * (1 + len(columns)) + "|"
+    for size in ("2", "4", "16"):
+        yield _format_row(size, (_format_interval(arm[size]) for arm in columns.values()))
 
 
 def render_rehearsals() -> Iterator[str]:
@@ -424,8 +410,7 @@ def _find_efficiency(name: str, stages: Sequence[dict[str, Any]]) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
-    "measured": partial(render_rows, MEASURED),
-    "earlier": partial(render_rows, EARLIER),
+    "measured": render_measured,
     "efficiency": render_efficiency,
     "beside_trl": render_trl_comparison,
     "curves": render_curves,
@@ -435,7 +420,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "paper_smollm2": partial(
         render_paper,
         "paper_table.py --task smollm2 --seeds 3 --jobs 2",
-        "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24",
+        "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 "
+        "--steps 24",
     ),
     "paper_sums": partial(
         render_paper,
