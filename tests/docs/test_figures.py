@@ -299,10 +299,20 @@ def describe_group_size() -> list[tuple[str, str]]:
 
     auto = "tokens auto alone, weights to 10"
     return [
-        (MEASURED, f"Twice as many groups of 4 is worth {span(auto, '4')} times"),
+        (MEASURED, f"Twice as many groups of 4 are worth {span(auto, '4')} times"),
         (MEASURED, f"without pruning {span('unpruned', '4')} times"),
         ("docs/reward_flat.md", f"4 was {span(auto, '4')} times"),
-        (ADVICE, f"were worth {span(auto, '4')} times groups of 8"),
+        (ADVICE, f"were worth {span('unpruned', '4')} times groups of 8"),
+    ]
+
+
+def describe_removed_scripts() -> list[tuple[str, str]]:
+    stored = json.loads((FIGURES["RESULTS"] / "earlier.json").read_text())
+    lost = stored["lora.py"]["figures"]["lost_to_rounding"]
+    faster = stored["prefixes.py"]["figures"]["times_faster"]
+    return [
+        ("docs/models.md", f"({lost} of it, by an earlier `lora.py`)"),
+        ("docs/concepts.md", f"trained {faster} times faster (earlier `prefixes.py`)"),
     ]
 
 
@@ -320,6 +330,7 @@ def describe_cuts() -> tuple[str, str]:
 
 CLAIMS = [
     describe_cuts(),
+    *describe_removed_scripts(),
     *describe_group_size(),
     *describe_weaknesses(),
     *describe_paper(),

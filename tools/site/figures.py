@@ -236,8 +236,8 @@ def render_trl_comparison() -> Iterator[str]:
 
 
 def render_group_sizes() -> Iterator[str]:
-    """Render relative noise × seconds of groups of 8, over that of groups of other sizes, both with
-    the default pruning of completions."""
+    """Render the worth of other group sizes beside groups of 8, under the default pruning of
+    completions."""
     figures = load_figures()
     columns = {
         f"{task}, {stage['stage']}": stage["arms"]["tokens auto alone, weights to 10"]
