@@ -193,11 +193,11 @@ def split_squares(whole: ArrayLike, halves: ArrayLike, batch: int) -> tuple[Floa
 def estimate_half_group_gain(
     noise: ArrayLike, half_noise: ArrayLike, *, advantages: float, time: float
 ) -> Estimate:
-    """Return noise × seconds of groups, divided by that of twice as many groups of half the size.
+    """Return the worth of half groups beside groups, at equally many completions a step.
 
-    Noise is relative to the true gradient. Half groups have a shorter one, because their baselines
-    are noisier. Its length is assumed to be proportional to the mean |A|: two steps' products would
-    tell it less precisely.
+    The worth is noise × seconds of groups over noise × seconds of half groups. Noise is S/|G|².
+    Half groups have a shorter G, because their baselines are noisier. Lengths of G are assumed to
+    be proportional to mean |A|, because :func:`split_squares` estimates |G|² with a larger error.
 
     Args:
         noise: [n], S of a prompt's group.
@@ -296,13 +296,14 @@ class Report:
     """Fraction of groups with non-zero variance."""
     gains: dict[Pair, Estimate]
     configured: Pair | None
+    prompts: int
+    """Prompts of a step."""
+    size: int
+    """Completions per prompt."""
+    half_groups: Estimate | None
+    """Worth of half groups beside groups; None if unknown."""
     own: Estimate | None = None
     """Worth of the configured rules; None for ``neyman`` and for biased rules."""
-    prompts: int = 0
-    """Prompts of a step, of ``size`` completions."""
-    size: int = 0
-    half_groups: Estimate | None = None
-    """Worth of twice as many groups of half the size; None if unknown."""
 
     @property
     def seconds(self) -> float:
@@ -334,7 +335,8 @@ class Report:
             {"prompts": p, "completions": c, **asdict(each)} for (p, c), each in self.gains.items()
         ]
         computed = {
-            name: getattr(self, name) for name in ("seconds", "rollout_share", "best", "conclusion")
+            name: getattr(self, name)
+            for name in ("seconds", "rollout_share", "best", "conclusion", "group_advice")
         }
         half = dict(zip(("steps", "time"), self.estimate_half_batch(), strict=True))
         return asdict(self) | computed | {"noise": noise, "gains": gains, "half": half}
@@ -378,13 +380,13 @@ class Report:
             "early in training.",
             "",
             self.conclusion,
-            *([self.group_advice] if self.half_groups else ()),
+            *filter(None, [self.group_advice]),
         ]
         return "\n".join(lines)
 
     @property
     def group_advice(self) -> str:
-        """Sentence about groups of half the size; empty if their worth is unknown."""
+        """Sentence about half groups; empty if their worth is unknown."""
         found = self.half_groups
         if found is None:
             return ""
@@ -439,20 +441,25 @@ class Report:
 
 
 def take_completions(metadata: StepMetadata, columns: slice) -> StepMetadata:
-    """Return the metadata of smaller groups, of some of each group's completions."""
+    """Return the metadata of groups that have only the completions in ``columns``."""
     arrays = {}
     for name in ARRAYS:
         values = getattr(metadata, name)
         arrays[name] = values if values.ndim == 1 else values[:, columns]
-    shared = arrays["shared_lengths"].copy()
-    shared[:, :1] = 0
+    # The first completion of a group shares no tokens with an earlier one.
+    arrays["shared_lengths"] = arrays["shared_lengths"].copy()
+    arrays["shared_lengths"][:, :1] = 0
     parts = {name: values[:, columns] for name, values in metadata.parts.items()}
-    return StepMetadata(**{**arrays, "shared_lengths": shared}, window=metadata.window, parts=parts)
+    return StepMetadata(**arrays, window=metadata.window, parts=parts)
 
 
 def _take(group: Group, columns: slice) -> Group:
-    return dataclasses.replace(
-        group, completions=group.completions[columns], rewards=group.rewards[columns]
+    return Group(
+        group.prompt,
+        group.completions[columns],
+        group.rewards[columns],
+        group.scores[columns],
+        group.texts[columns],
     )
 
 
@@ -490,14 +497,15 @@ class _BatchProbe:
         self._rng = np.random.default_rng(config.run.seed)
         self._squares = Samples()
         size = config.rollout.samples_per_prompt
-        # Half of a group has to be a group, too.
-        can_halve = size >= 4 and size % 2 == 0 and not config.rollout.tree.branches
+        # A half needs a baseline, half of a tree is no tree, and a teacher's gradient has no A.
+        can_halve = size >= 4 and size % 2 == 0
+        can_halve &= not config.rollout.tree.branches and not config.loss.distillation.named
         self._halves = (slice(size // 2), slice(size // 2, size)) if can_halve else ()
         self._half_squares = Samples()
         self._half_trained = Samples()
         """Tokens trained on in groups, and in half groups."""
         self._advantages = Samples()
-        """Mean |A| in groups, and in half groups."""
+        """Sum of |A| in groups, and in half groups."""
         self._generated = Samples()
         self._trained = Samples()
         self._fixed = list[float]()
@@ -607,14 +615,14 @@ class _BatchProbe:
                 self._own_windows.append(self._average_draws(metadata, self._own))
         if self._halves:
             halves = [take_completions(metadata, columns) for columns in self._halves]
-            half = np.mean([self._average_advantage(each) for each in halves])
-            self._advantages.append((self._average_advantage(metadata), float(half)))
+            in_halves = sum(map(self._sum_advantages, halves))
+            self._advantages.append((self._sum_advantages(metadata), in_halves))
         self._sampler.update_history(metadata)
 
-    def _average_advantage(self, metadata: StepMetadata) -> float:
+    def _sum_advantages(self, metadata: StepMetadata) -> float:
         config = self._parts.config
         name = resolve_objective(config.loss).advantage
-        return float(np.abs(compute_advantages(metadata, config, name)).mean())
+        return float(np.abs(compute_advantages(metadata, config, name)).sum())
 
     def _average_draws(self, metadata: StepMetadata, config: Config) -> Floats:
         return np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0)
@@ -682,19 +690,20 @@ class _BatchProbe:
         )
 
     def _estimate_half_groups(self, costs: Costs, generated: float) -> Estimate | None:
-        advantages = np.sum(self._advantages, axis=0)
-        # A teacher's gradient has no advantages.
-        if not self._halves or not advantages.all():
+        if not self._halves:
             return None
+        advantages, half_advantages = np.sum(self._advantages, axis=0).tolist()
         tokens, half_tokens = np.mean(self._half_trained, axis=0).tolist()
         noises = []
         for squares in (self._squares, self._half_squares):
             whole, halves = np.array(squares).T
-            noises.append(split_squares(whole, halves, batch=1)[1])
+            _, noise = split_squares(whole, halves, batch=1)
+            noises.append(noise)
+        seconds = costs.estimate_seconds(generated, tokens)
+        half_seconds = costs.estimate_seconds(generated, half_tokens)
         found = estimate_half_group_gain(
             *noises,
-            advantages=float(advantages[1] / advantages[0]),
-            time=costs.estimate_seconds(generated, tokens)
-            / costs.estimate_seconds(generated, half_tokens),
+            advantages=half_advantages / advantages if advantages else math.nan,
+            time=seconds / half_seconds,
         )
         return found if math.isfinite(found.low) else None

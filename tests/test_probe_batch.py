@@ -20,6 +20,7 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.probe_batch import (
     LEARNING_STEPS,
     Costs,
+    Report,
     configure_pruning,
     estimate_cost_line,
     estimate_gain,
@@ -31,6 +32,7 @@ from megatron_dppo.probe_batch import (
     take_completions,
 )
 from megatron_dppo.rl.advantages import compute_advantages
+from megatron_dppo.rl.intervals import Estimate
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from tests.ranks import RankPool
@@ -98,6 +100,34 @@ def test_groups_of_half_the_size_gain_by_the_noise_that_they_lack() -> None:
     )
     shorter = estimate_half_group_gain(noise, noise, advantages=0.5, time=1.5)
     assert shorter.value == pytest.approx(2 * 0.25 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "advice"),
+    [
+        (1.1, 1.6, "set rollout.samples_per_prompt=4 and rollout.prompts_per_step=128."),
+        (0.5, 0.9, "keep groups of 8."),
+        (0.9, 1.4, "no difference was found."),
+    ],
+)
+def test_the_interval_decides_on_the_group_size(low: float, high: float, advice: str) -> None:
+    costs = Costs(0.0, 0.0, generated=0.3, trained=0.1)
+    known = Estimate(1.0, 1.0, 1.0)
+    report = Report(
+        batch=64,
+        noise=known,
+        costs=costs,
+        generated=1.0,
+        trained=1.0,
+        mixed=0.5,
+        gains={(1.0, 1.0): known},
+        configured=None,
+        prompts=64,
+        size=8,
+        half_groups=Estimate((low + high) / 2, low, high),
+    )
+    assert report.group_advice.endswith(f"of groups of 8: {advice}")
+    assert str(report).endswith(report.group_advice)
 
 
 def test_half_groups_have_their_own_baselines() -> None:
