@@ -73,7 +73,8 @@ FACTOR = 1.5
 """Ratio of neighbouring learning rates."""
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
-EQUAL_NOISE = "prompts 0.85, tokens auto, weights to 10, noise 1"
+DEFAULT = "prompts 0.85, tokens auto, weights to 10"
+EQUAL_NOISE = f"{DEFAULT}, noise 1"
 """Not tuned; has the prompts and the group size of the best unpruned batch."""
 QUICKSTART = Path("configs/quickstart.yaml")
 PROBLEMS = 400
@@ -101,8 +102,7 @@ ALL_PROMPTS = {
     f"unpruned, {n} prompts": Arm(n, n / 64, lr, UNPRUNED)
     for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
 }
-DEFAULT = "prompts 0.85, tokens auto, weights to 10"
-IN_FOURS = {
+GROUPS_OF_4 = {
     f"unpruned, {n} prompts × 4": Arm(n, n / 128, lr, UNPRUNED, samples=4)
     for n, lr in ((64, 2.3e-4), (32, 1.5e-4), (16, 1e-4))
 } | {f"{DEFAULT}, 64 prompts × 4": Arm(64, 0.32, 1.5e-4, neyman(0.85, "auto"), samples=4)}
@@ -129,10 +129,10 @@ ARMS: dict[str, Arm] = ALL_PROMPTS | {
         32, 0.47, 1.5e-4, pruning("greso", keep=(0.5, 1.0))
     ),
     "DAPO: dynamic_sampling, 32 prompts": Arm(32, 0.8, 1.5e-4, pruning("dynamic_sampling")),
-    **IN_FOURS,
+    **GROUPS_OF_4,
 }
 GROUP_SIZES = {
-    *IN_FOURS,
+    *GROUPS_OF_4,
     *(f"unpruned, {n} prompts" for n in (32, 16, 8)),
     f"{DEFAULT}, 32 prompts",
 }
@@ -181,7 +181,7 @@ class Measurement:
         default = Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
         self.store = Store(options.store or default)
         left_out = ON_WORD_PROBLEMS_ALONE if options.task == "sums" else ON_SUMS_ALONE
-        wanted = options.arms or ARMS.keys() - left_out - IN_FOURS.keys()
+        wanted = options.arms or ARMS.keys() - left_out - GROUPS_OF_4.keys()
         if options.group_sizes:
             wanted = GROUP_SIZES
         self.arms = {name: arm for name, arm in ARMS.items() if name in wanted}
